@@ -1,0 +1,115 @@
+# make up       a cluster with a real model on this machine's CPU; ends with its URLs. Ctrl-C stops it.
+# make test     lint, types, import contracts, then unit, contract, system and shape tests
+# make help     all targets
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV ?= .venv
+# For GPUs: make up CONSTRAINTS= EXTRAS=cuda
+CONSTRAINTS ?= constraints-cpu.txt
+EXTRAS ?=
+# Handed on, as in: make up ARGS="--decode 2 --port 8001"
+ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+ROOMS := bench cli common decode_svc kernels prefill_svc router
+PIP_INSTALL = $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check $(addprefix -c ,$(CONSTRAINTS))
+
+# The repository root never gets onto sys.path: its folders are called common, router, kernels.
+export PYTHONSAFEPATH := 1
+
+comma := ,
+# $(call step,what it does,simple command): quiet, a sign of life every 5 s, all that it said if it fails
+define step
+@echo "· $(1)"; log=$$(mktemp); \
+$(2) >"$$log" 2>&1 & job=$$!; \
+trap 'rm -f "$$log"' EXIT; trap 'kill $$job 2>/dev/null || true; exit 130' INT TERM; \
+while sleep 0.5; kill -0 $$job 2>/dev/null; do \
+	if (( SECONDS >= $${next:=5} )); then echo "  … $$SECONDS s"; next=$$((SECONDS + 5)); fi; \
+done; \
+wait $$job || { cat "$$log" >&2; echo "FAILED: $(1)" >&2; exit 1; }
+endef
+
+.PHONY: help setup setup-dev model up test lint format exact test-compose test-slow bench clean
+
+help:
+	@echo "make up           start a cluster here and print its URLs (ARGS=\"--prefill 2 --decode 2 --port 8001\")"
+	@echo "make test         lint, then unit, contract, system and shape tests (PYTEST_ARGS=\"-k name\")"
+	@echo "make exact        the full comparison with transformers' own generate"
+	@echo "make test-slow    the tests that take longer than 20 s"
+	@echo "make test-compose the cluster in containers; needs a Docker engine"
+	@echo "make bench        load on a running cluster (ARGS=\"--help\")"
+	@echo "make lint         ruff, mypy, import contracts;  make format  rewrites"
+	@echo "make model        fetch the default model;  make setup  only the environment;  make clean"
+
+# ---------------------------------------------------------------- environment
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "needs Python 3.11 or newer; set PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "Python's venv module is missing; apt-get install python3-venv" >&2; exit 1; }
+	$(call step,making $(VENV),$(PYTHON) -m venv --clear $(VENV))
+	@touch $@
+
+$(VENV)/.run: $(VENV)/.made pyproject.toml $(CONSTRAINTS)
+	$(call step,installing pagerelay with torch and transformers,$(PIP_INSTALL) -e '.$(addsuffix ],$(addprefix [,$(EXTRAS)))')
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(call step,installing the test tools,$(PIP_INSTALL) -e '.[dev$(addprefix $(comma),$(EXTRAS))]')
+	@touch $@
+
+# The rooms under their import name, for the type checker.
+.links/.made: Makefile
+	@mkdir -p .links/pagerelay
+	@for room in $(ROOMS); do ln -sfn ../../$$room .links/pagerelay/$$room; done
+	@touch $@
+
+setup: $(VENV)/.run
+
+setup-dev: $(VENV)/.dev .links/.made
+
+model: $(VENV)/.run
+	@$(BIN)/pagerelay fetch-model
+
+# ---------------------------------------------------------------- run
+
+up: $(VENV)/.run
+	@exec $(BIN)/pagerelay up $(ARGS)
+
+bench: $(VENV)/.run
+	@exec $(BIN)/python -m pagerelay.bench $(ARGS)
+
+# ---------------------------------------------------------------- check
+
+lint: setup-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: setup-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: lint model
+	$(BIN)/pytest -m "not slow and not exact and not compose" $(PYTEST_ARGS)
+
+exact: setup-dev model
+	$(BIN)/pytest -m exact $(PYTEST_ARGS)
+
+test-slow: setup-dev model
+	$(BIN)/pytest -m slow $(PYTEST_ARGS)
+
+test-compose: setup-dev
+	$(BIN)/pytest -m compose $(PYTEST_ARGS)
+
+clean:
+	rm -rf $(VENV) .links build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The ``pagerelay`` command: one service, a whole local cluster, keys, models."""

@@ -1,0 +1,119 @@
+"""Runs one service in this process: the composition roots of the router and of the workers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pagerelay.common.config import Config, cache_dir
+from pagerelay.common.errors import StartupError
+from pagerelay.common.wire.address import join, parse
+from pagerelay.common.wire.auth import CurveKeys
+
+log = logging.getLogger("pagerelay.cli")
+Announce = Callable[[dict[str, Any]], None]
+
+
+def curve_keys(config: Config) -> CurveKeys | None:
+    key = config.cluster_key()
+    return CurveKeys(key) if key is not None else None
+
+
+async def run_router(config: Config, folder: Path, announce: Announce) -> int:
+    """Serves HTTP until SIGTERM or SIGINT; drains; a second signal ends at once."""
+    from aiohttp import web
+
+    from pagerelay.router.app import make_app
+    from pagerelay.router.model_files import read_model_files
+    from pagerelay.router.service import RouterService
+
+    settings = config.router
+    service = RouterService(config, read_model_files(folder, config.model), curve_keys(config))
+    host, port = parse(settings.workers_endpoint, "router.workers_endpoint")
+    workers_port = service.links.bind(host, port)
+    runner = web.AppRunner(make_app(service), handler_cancellation=True, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(
+        runner, settings.host.removeprefix("[").removesuffix("]"), settings.port, shutdown_timeout=1.0
+    )
+    try:
+        await site.start()
+    except OSError as error:
+        await runner.cleanup()
+        service.links.close()
+        raise StartupError(
+            f"router.port: cannot listen on {settings.host}:{settings.port}: {os.strerror(error.errno or 0)}; "
+            f"give another with --port"
+        ) from error
+    service.start()
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    began_with = os.getppid()
+
+    def signalled() -> None:
+        if stopped.is_set():
+            log.warning("second signal: ending now")
+            os._exit(130)
+        stopped.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signalled)
+    http_port = runner.addresses[0][1]
+    announce(
+        {
+            "event": "ready",
+            "url": f"http://{settings.host if ':' not in settings.host else f'[{settings.host}]'}:{http_port}",
+            "workers_endpoint": join(host, workers_port),
+        }
+    )
+    await stopped.wait()
+    service.draining = True
+    if service.running and os.getppid() == began_with:
+        log.info("finishing %d requests, for at most %g s", service.running, settings.drain_s)
+        deadline = loop.time() + settings.drain_s
+        while service.running and loop.time() < deadline:
+            await asyncio.sleep(0.05)
+    await runner.cleanup()
+    await service.stop()
+    return 0
+
+
+async def run_worker(role: str, config: Config, folder: Path, announce: Announce) -> int:
+    """Loads the model and serves until SIGTERM or SIGINT."""
+    keys = curve_keys(config)
+    for endpoint in config.worker.routers:
+        parse(endpoint, "worker.routers")
+    announce({"event": "progress", "text": "loading the model"})
+    from pagerelay.common.service.build import build_parts, set_threads
+
+    threads = set_threads(config)
+    parts = build_parts(config, folder, choose_ops(config, threads))
+    if role == "prefill":
+        from pagerelay.prefill_svc.worker import PrefillWorker
+
+        return await PrefillWorker(config, keys, parts).run(announce)
+    from pagerelay.decode_svc.worker import DecodeWorker
+
+    return await DecodeWorker(config, keys, parts, colocated=role == "colocated").run(announce)
+
+
+def choose_ops(config: Config, threads: int) -> Any:
+    """The kernels: compiled C, or torch's own where there is no compiler; said once."""
+    from pagerelay.kernels.cpu_build import KernelUnavailable
+    from pagerelay.kernels.cpu_ops import CpuOps
+    from pagerelay.kernels.torch_ops import TorchOps
+
+    if config.engine.cpu_ops == "torch":
+        return TorchOps()
+    try:
+        return CpuOps(cache_dir() / "kernels", threads)
+    except KernelUnavailable as error:
+        if config.engine.cpu_ops == "c":
+            raise StartupError(f"engine.cpu_ops is c: {error.reason}") from error
+        log.warning("%s: torch's own kernels serve, about half as fast", error.reason)
+        return TorchOps()

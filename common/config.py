@@ -1,0 +1,247 @@
+"""One YAML file → frozen structs. Precedence: flag > environment > file > default; an unknown key is an error.
+
+Every field can be set in four ways, the same for all::
+
+    engine: {max_num_seqs: 32}            # pagerelay.yaml, given by --config or PAGERELAY_CONFIG
+    PAGERELAY_ENGINE_MAX_NUM_SEQS=32      # environment
+    --set engine.max_num_seqs=32          # flag
+    --max-num-seqs 32                     # short flag, for the common ones (see cli)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import yaml
+from msgspec import Meta, Struct, field
+
+from pagerelay.common.errors import ConfigError
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Positive = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0, le=86400)]
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+def cache_dir() -> Path:
+    """Where models and compiled kernels live: ``$PAGERELAY_CACHE``, else ``~/.cache/pagerelay``."""
+    return Path(os.environ.get("PAGERELAY_CACHE") or Path.home() / ".cache" / "pagerelay")
+
+
+class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class ModelConfig(Section, frozen=True):
+    path: str = DEFAULT_MODEL
+    """A Hugging Face model folder, a hub id, or the name of a model that ``pagerelay fetch-model`` makes."""
+    served_name: str | None = None
+    """Name in the API; default: the folder's name."""
+    max_model_len: Positive | None = None
+    """Longest prompt + answer in tokens; default: what the model's config says."""
+
+
+class CacheConfig(Section, frozen=True):
+    block_size: Annotated[int, Meta(ge=16, le=256, multiple_of=16)] = 16
+    """Tokens per KV block."""
+    kv_memory_mib: Annotated[int, Meta(ge=1)] = 768
+    """Size of one worker's KV pool; ``num_blocks`` overrides it."""
+    num_blocks: Annotated[int, Meta(ge=2)] | None = None
+    prefix_cache: bool = True
+
+
+class EngineConfig(Section, frozen=True):
+    max_num_seqs: Positive = 64
+    """Most sequences in one step."""
+    max_batch_tokens: Annotated[int, Meta(ge=16)] = 256
+    """Token budget of one step; longer prompts are computed in chunks of it."""
+    threads: Positive | None = None
+    """CPU threads of a worker's model; default: cores divided by the workers of a local cluster, at least 1."""
+    cpu_ops: Literal["auto", "c", "torch"] = "auto"
+    """Kernels on CPU: compiled C where a compiler is found (auto), C or an error, or torch's own."""
+
+
+class RouterConfig(Section, frozen=True):
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    """HTTP port; 0 takes a free one and announces it."""
+    workers_endpoint: str = "tcp://127.0.0.1:5555"
+    """Where workers dial in; port 0 takes a free one."""
+    max_requests: Positive = 512
+    """Requests in the house at once; one more is answered 429."""
+    max_body_bytes: Positive = 16 * 1024 * 1024
+    max_choices: Positive = 128
+    """Prompts x n of one HTTP request."""
+    request_timeout_s: Seconds = 600.0
+    queue_timeout_s: Seconds = 120.0
+    """Longest wait for the first token's prefill to start."""
+    stall_timeout_s: Seconds = 60.0
+    """Longest silence of a worker within a running request."""
+    keepalive_s: Seconds = 15.0
+    """A silent stream gets an SSE comment at this interval, so that proxies keep it open."""
+    write_timeout_s: Seconds = 30.0
+    """A reader that takes nothing for this long loses its stream."""
+    drain_s: Seconds = 20.0
+    max_recoveries: Annotated[int, Meta(ge=0, le=16)] = 2
+    dead_after_s: Seconds = 3.0
+    heartbeat_s: Seconds = 0.5
+
+
+class WorkerConfig(Section, frozen=True):
+    routers: tuple[str, ...] = ("tcp://127.0.0.1:5555",)
+    data_host: str = "127.0.0.1"
+    """Address that a prefill worker's data socket binds to."""
+    advertise_host: str | None = None
+    """Address that decode workers are told; default: the one this host uses towards the router."""
+    data_port: Port = 0
+    transport: Literal["auto", "shm", "tcp"] = "auto"
+    lease_s: Seconds = 10.0
+    """A prompt's KV is kept this long after the last sign of life of the decode worker that wants it."""
+    drain_s: Seconds = 20.0
+    tcp_window_blocks: Positive = 16
+    """Blocks a decode worker asks for ahead over TCP: its credit."""
+
+
+class ClusterConfig(Section, frozen=True):
+    prefill: Annotated[int, Meta(ge=0, le=64)] = 1
+    decode: Annotated[int, Meta(ge=0, le=64)] = 1
+    colocated: Annotated[int, Meta(ge=0, le=64)] = 0
+    key: str | None = None
+    """Cluster key (``pagerelay keygen``); needed by every socket that is not on loopback."""
+    key_file: str | None = None
+
+
+class Config(Section, frozen=True):
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    worker: WorkerConfig = field(default_factory=WorkerConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    def cluster_key(self) -> str | None:
+        """The cluster key from config or its file, or ``None``. Raises :class:`ConfigError` if the file is unusable."""
+        if self.cluster.key:
+            return self.cluster.key
+        if not self.cluster.key_file:
+            return None
+        try:
+            key = Path(self.cluster.key_file).read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise ConfigError(
+                f"cluster.key_file {self.cluster.key_file}: {error.strerror}; make one with `pagerelay keygen > FILE`"
+            ) from error
+        if len(key) < 32:
+            raise ConfigError(f"cluster.key_file {self.cluster.key_file}: a key has at least 32 characters")
+        return key
+
+    def masked(self) -> dict[str, Any]:
+        """The effective configuration for printing, secrets masked."""
+        shown: dict[str, Any] = msgspec.to_builtins(self)
+        if shown["cluster"]["key"]:
+            shown["cluster"]["key"] = "********"
+        return shown
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML in which a doubled key is an error, as it is nearly always a mistake."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key!r} stands twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"config file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config file {path} is not UTF-8 text") from error
+    try:
+        data = yaml.load(text, _UniqueKeyLoader)  # noqa: S506 - a SafeLoader that also refuses doubled keys
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config file {path}: {' '.join(str(error).split())}") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"config file {path}: the top level must be a mapping of sections")
+    return data
+
+
+def _known_paths() -> dict[str, tuple[str, ...]]:
+    """Environment name → path of every setting."""
+    paths: dict[str, tuple[str, ...]] = {"PAGERELAY_LOG_LEVEL": ("log_level",)}
+    for section in Config.__struct_fields__:
+        kind = type(getattr(Config(), section))
+        if issubclass(kind, Section):
+            for name in kind.__struct_fields__:
+                paths[f"PAGERELAY_{section}_{name}".upper()] = (section, name)
+    return paths
+
+
+def _insert(tree: dict[str, Any], path: tuple[str, ...], value: str, source: str) -> None:
+    node = tree
+    for part in path[:-1]:
+        child = node.setdefault(part, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"{source}: {part} is not a section")
+        node = child
+    # A list is written with commas; everything else keeps YAML's reading of a scalar.
+    if path == ("worker", "routers"):
+        node[path[-1]] = [item.strip() for item in value.split(",") if item.strip()]
+        return
+    if path in (("cluster", "key"), ("model", "path"), ("model", "served_name")):
+        node[path[-1]] = value
+        return
+    try:
+        node[path[-1]] = yaml.safe_load(value) if value.strip() else None
+    except yaml.YAMLError:
+        node[path[-1]] = value
+
+
+def load_config(
+    file: str | None = None,
+    flags: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Config:
+    """Merges file, environment and flags (``{"engine.threads": "2"}``). Raises :class:`ConfigError` in one clear line."""
+    environ = os.environ if environ is None else environ
+    file = file or environ.get("PAGERELAY_CONFIG") or None
+    tree = _read_yaml(file) if file else {}
+    known = _known_paths()
+    for name, path in known.items():
+        if name in environ:
+            _insert(tree, path, environ[name], f"environment variable {name}")
+    for dotted, value in (flags or {}).items():
+        path = tuple(dotted.split("."))
+        if path not in known.values():
+            raise ConfigError(f"--set {dotted}: no such setting; `pagerelay config` prints all of them")
+        _insert(tree, path, value, f"--set {dotted}")
+    try:
+        config = msgspec.convert(tree, Config, strict=True)
+    except msgspec.ValidationError as error:
+        where = f" (file {file})" if file else ""
+        raise ConfigError(f"configuration{where}: {error}") from error
+    if (
+        config.cluster.colocated
+        and "cluster" in tree
+        and (tree["cluster"].get("prefill") or tree["cluster"].get("decode"))
+    ):
+        raise ConfigError(
+            "cluster: colocated workers do both jobs; set prefill and decode to 0 beside colocated, or drop it"
+        )
+    return config

@@ -1,0 +1,196 @@
+"""One engine step: schedule, run, apply. Prefill and decode engines add what a finished prompt or token means.
+
+An engine is synchronous, does no I/O and reads no clock. One thread calls :meth:`step`; any thread may call the
+other verbs. All state is guarded by one lock, which is *not* held while the model computes: so a cancelled request,
+a released lease or a new job never waits for a step. A sequence that is removed while a step reads its blocks is
+marked ``doomed`` and gives them back when that step has ended.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from pagerelay.common.engine.scheduler import Scheduler
+from pagerelay.common.engine.sequence import Sequence
+from pagerelay.common.errors import StartupError
+from pagerelay.common.hashing import PrefixHasher
+from pagerelay.common.kv.blocks import BlockPool, PrefixCache
+from pagerelay.common.kv.pool import KvPool
+from pagerelay.common.model.batch import Row, build_batch
+from pagerelay.common.model.runner import ModelFacts, ModelRunner
+from pagerelay.common.model.sampler import SampleRequest, sample
+from pagerelay.common.wire.messages import BlockCounts, Failed, Message
+
+
+@dataclass(slots=True)
+class StepStats:
+    """What one step did, for metrics."""
+
+    num_seqs: int = 0
+    num_decode_tokens: int = 0
+    num_prefill_tokens: int = 0
+    sampled: int = 0
+
+
+@dataclass(slots=True)
+class EngineLimits:
+    block_size: int
+    max_num_seqs: int
+    max_batch_tokens: int
+    prefix_cache: bool = True
+
+
+@dataclass(slots=True)
+class Outbox:
+    """Messages that an engine wants sent, in order: to routers by id, to decode workers by their link's identity."""
+
+    to_router: list[tuple[str, Message]] = field(default_factory=list)
+    to_peer: list[tuple[bytes, Message]] = field(default_factory=list)
+
+
+class EngineCore:
+    """Shared machinery. Subclasses implement ``_sampled``, ``_advanced``, ``_admitted`` and ``_short``."""
+
+    def __init__(self, runner: ModelRunner, facts: ModelFacts, pool: KvPool, limits: EngineLimits) -> None:
+        self.lock = threading.RLock()
+        self.facts = facts
+        self.limits = limits
+        self.pool = pool
+        self.blocks = BlockPool(pool.num_blocks, PrefixCache() if limits.prefix_cache else None)
+        self.max_model_len = min(facts.max_model_len, pool.num_blocks * limits.block_size)
+        self._runner = runner
+        self.scheduler = Scheduler(
+            self.blocks,
+            PrefixHasher(facts.digest, limits.block_size),
+            block_size=limits.block_size,
+            max_num_seqs=limits.max_num_seqs,
+            max_batch_tokens=limits.max_batch_tokens,
+            on_admit=self._admitted,
+            on_short=self._short,
+        )
+        self.stats = StepStats()
+        self._outbox = Outbox()
+
+    def take_outbox(self) -> Outbox:
+        """What has to be sent since the last call."""
+        with self.lock:
+            outbox, self._outbox = self._outbox, Outbox()
+        return outbox
+
+    # ------------------------------------------------------------------ one step
+
+    def step(self) -> bool:
+        """Computes one step if there is anything to do; tells whether there was."""
+        with self.lock:
+            plan = self.scheduler.plan()
+            if not plan:
+                return False
+            rows = [
+                Row(
+                    token_ids=seq.token_ids[seq.num_computed : seq.num_computed + count],
+                    start=seq.num_computed,
+                    block_ids=seq.block_ids,
+                    wants_logits=count == seq.num_remaining,
+                )
+                for seq, count in plan
+            ]
+            batch = build_batch(rows, self.limits.block_size, self._runner.ops.min_rows)
+            samples = [
+                SampleRequest(
+                    seq.sampling, seq.next_index, seq.forbidden(seq.next_index, self.facts.eos_token_ids)
+                )
+                for seq, count in plan
+                if count == seq.num_remaining
+            ]
+            for seq, _ in plan:
+                seq.in_step = True
+        logits = self._runner.run(batch, self.pool.tensor)
+        tokens = iter(sample(logits, samples))
+        with self.lock:
+            self.stats = StepStats(
+                num_seqs=len(plan),
+                num_decode_tokens=sum(1 for seq, _ in plan if seq.num_computed >= seq.num_given),
+                num_prefill_tokens=sum(count for seq, count in plan if seq.num_computed < seq.num_given),
+                sampled=len(samples),
+            )
+            for seq, count in plan:
+                seq.in_step = False
+                token = next(tokens) if count == seq.num_remaining else None
+                if seq.doomed:
+                    self._give_back(seq)
+                    continue
+                seq.num_computed += count
+                self.scheduler.cache_full_blocks(seq)
+                self._advanced(seq)
+                if token is not None:
+                    index = seq.next_index
+                    seq.token_ids.append(token)
+                    self._sampled(seq, token, index)
+        return True
+
+    def fail_step(self, message: str) -> int:
+        """A step raised: every request in it fails (and may be tried elsewhere), the engine goes on."""
+        with self.lock:
+            hit = [seq for seq in self.scheduler.running if seq.in_step]
+            for seq in hit:
+                seq.in_step = False
+                self._tell_failed(seq, "step_failed", message, retryable=True)
+                self._failed(seq)
+            return len(hit)
+
+    def _tell_failed(self, seq: Sequence, code: str, message: str, retryable: bool) -> None:
+        failed = Failed(
+            request_id=seq.request_id, attempt=seq.attempt, code=code, message=message, retryable=retryable
+        )
+        self._outbox.to_router.append((seq.owner, failed))
+
+    # ------------------------------------------------------------------ for subclasses
+
+    def _failed(self, seq: Sequence) -> None:
+        raise NotImplementedError  # pragma: no cover
+
+    def _admitted(self, seq: Sequence) -> None:
+        raise NotImplementedError  # pragma: no cover - every engine has its own
+
+    def _short(self, seq: Sequence) -> bool:
+        raise NotImplementedError  # pragma: no cover
+
+    def _advanced(self, seq: Sequence) -> None:
+        raise NotImplementedError  # pragma: no cover
+
+    def _sampled(self, seq: Sequence, token: int, index: int) -> None:
+        raise NotImplementedError  # pragma: no cover
+
+    def _leave(self, seq: Sequence) -> None:
+        """Takes a sequence out of the schedule and gives its blocks back, now or when the running step has ended."""
+        self.scheduler.remove(seq)
+        if seq.in_step:
+            seq.doomed = True
+        else:
+            self._give_back(seq)
+
+    def _give_back(self, seq: Sequence) -> None:
+        self.blocks.drop(seq.block_ids)
+        seq.block_ids = []
+
+    # ------------------------------------------------------------------ reading
+
+    def counts(self) -> BlockCounts:
+        with self.lock:
+            return self.blocks.counts()
+
+    def check_idle(self) -> bool:
+        """Recounts the ledger; True if no sequence is here. Raises if blocks are lost or held by nobody."""
+        with self.lock:
+            self.blocks.check()
+            counts = self.blocks.counts()
+            return not (self.scheduler.waiting or self.scheduler.running or counts.held or counts.leased)
+
+
+def check_fits(num_blocks: int, block_size: int) -> None:
+    """A pool too small for anything is refused at start."""
+    if num_blocks < 2:
+        raise StartupError(
+            f"the KV pool has {num_blocks} blocks of {block_size} tokens; raise cache.kv_memory_mib or cache.num_blocks"
+        )

@@ -1,0 +1,140 @@
+"""Who runs in the next step, and on how many tokens.
+
+Rules, in this order:
+
+1. A sequence with one token to compute (decoding) always runs; sequences decode together, oldest first.
+2. What is left of the token budget goes to prompts: at most half of it to the oldest, the rest to those with the
+   least left to compute. So a long prompt cannot hold up short ones, nor they it.
+3. Waiting sequences enter in order of arrival as soon as their blocks are there.
+4. A decoding sequence that needs a block and finds none preempts the youngest; the oldest is never preempted.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable
+
+from pagerelay.common.engine.sequence import Sequence
+from pagerelay.common.hashing import PrefixHasher
+from pagerelay.common.kv.blocks import BlockPool
+
+
+def by_age(sequence: Sequence) -> int:
+    return sequence.order
+
+
+class Scheduler:
+    def __init__(
+        self,
+        blocks: BlockPool,
+        hasher: PrefixHasher,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        max_batch_tokens: int,
+        on_admit: Callable[[Sequence], None],
+        on_short: Callable[[Sequence], bool],
+    ) -> None:
+        """``on_admit``: a waiting sequence got its blocks. ``on_short(sequence)``: a block is missing for it; make
+        room (now: return True; later: return False, and the sequence sits this step out)."""
+        self._blocks = blocks
+        self._hasher = hasher
+        self._block_size = block_size
+        self._max_num_seqs = max_num_seqs
+        self._max_batch_tokens = max_batch_tokens
+        self._on_admit = on_admit
+        self._on_short = on_short
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    def add_waiting(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=by_age)
+
+    def add_running(self, sequence: Sequence) -> None:
+        """For a sequence that holds its blocks already (its KV came from elsewhere)."""
+        insort(self.running, sequence, key=by_age)
+
+    def remove(self, sequence: Sequence) -> None:
+        for queue in (self.waiting, self.running):
+            if sequence in queue:
+                queue.remove(sequence)
+
+    def match_prefix(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """Ids of cached blocks that hold the KV of a prefix of ``token_ids[:num_tokens]``; nobody holds them yet."""
+        if self._blocks.cache is None:
+            return []
+        self._hasher.extend(sequence.keys, sequence.token_ids, sequence.num_tokens)
+        return self._blocks.cache.match(sequence.keys[: num_tokens // self._block_size])
+
+    def reserve(self, sequence: Sequence, cached: list[int], headroom: int) -> bool:
+        """Gives a sequence the blocks of all its tokens: the cached ones shared, the rest taken. False: no room yet."""
+        need = self.blocks_for(sequence.num_tokens) - len(cached)
+        self._blocks.share(cached)
+        if self._blocks.available < need + headroom:
+            self._blocks.drop(cached)
+            return False
+        sequence.block_ids = cached + self._blocks.take(need)
+        sequence.num_known_blocks = len(cached)
+        sequence.num_cached = sequence.num_computed = len(cached) * self._block_size
+        return True
+
+    def cache_full_blocks(self, sequence: Sequence) -> None:
+        """Tells the prefix cache about every block whose KV is complete."""
+        if self._blocks.cache is None:
+            return
+        full = sequence.num_computed // self._block_size
+        self._hasher.extend(sequence.keys, sequence.token_ids, sequence.num_computed)
+        for index in range(sequence.num_known_blocks, full):
+            self._blocks.cache.insert(sequence.keys[index], sequence.block_ids[index])
+        sequence.num_known_blocks = full
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self._max_num_seqs:
+            sequence = self.waiting[0]
+            # At least one token is always computed: its logits are what the answer starts from.
+            cached = self.match_prefix(sequence, sequence.num_tokens - 1)
+            if not self.reserve(sequence, cached, headroom=len(self.running)):
+                return
+            self.waiting.pop(0)
+            insort(self.running, sequence, key=by_age)
+            self._on_admit(sequence)
+
+    def plan(self) -> list[tuple[Sequence, int]]:
+        """(sequence, number of its tokens) of the next step; empty if there is nothing to do."""
+        self._admit()
+        chosen: list[tuple[Sequence, int]] = []
+        budget = self._max_batch_tokens
+        for sequence in list(self.running):
+            if (
+                sequence.num_remaining == 1
+                and sequence in self.running
+                and budget > 0
+                and self._has_room(sequence)
+            ):
+                chosen.append((sequence, 1))
+                budget -= 1
+        # Someone chosen may have been preempted by someone chosen later only if it was younger: drop those.
+        chosen = [(sequence, count) for sequence, count in chosen if sequence in self.running]
+        prompts = [sequence for sequence in self.running if sequence.num_remaining > 1]
+        if prompts and budget > 0:
+            first, rest = prompts[0], sorted(prompts[1:], key=lambda s: (s.num_remaining, s.order))
+            share = budget if not rest else max(1, budget // 2)
+            counts = {id(first): min(first.num_remaining, share)}
+            budget -= counts[id(first)]
+            for sequence in rest:
+                counts[id(sequence)] = min(sequence.num_remaining, budget)
+                budget -= counts[id(sequence)]
+            counts[id(first)] += min(first.num_remaining - counts[id(first)], budget)
+            chosen += [(sequence, counts[id(sequence)]) for sequence in prompts if counts[id(sequence)]]
+        return chosen
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        while len(sequence.block_ids) < self.blocks_for(sequence.num_tokens):
+            if self._blocks.available:
+                sequence.block_ids += self._blocks.take(1)
+            elif not self._on_short(sequence) or sequence not in self.running:
+                return False
+        return True

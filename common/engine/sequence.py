@@ -1,0 +1,103 @@
+"""One choice of one request, as an engine sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from pagerelay.common.states import Machine
+from pagerelay.common.wire.messages import FinishReason, SamplingParams
+
+
+class Sequence:
+    """Tokens, blocks and counts. ``num_computed`` catches up with ``num_tokens``: prefill, chunk, resume and decode
+    are that one loop.
+
+    ``token_ids`` starts as the job's tokens (a prompt, and after a recovery the answer so far) and grows by what is
+    sampled. ``first_index`` is the output position of the first token sampled here. ``order`` is the request's
+    arrival number: smaller is older. The engine, under its lock, is the only writer.
+    """
+
+    __slots__ = (
+        "attempt",
+        "block_ids",
+        "doomed",
+        "first_index",
+        "in_step",
+        "keys",
+        "machine",
+        "num_cached",
+        "num_computed",
+        "num_given",
+        "num_known_blocks",
+        "order",
+        "owner",
+        "request_id",
+        "sampling",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        *,
+        owner: str,
+        request_id: str,
+        attempt: int,
+        order: int,
+        token_ids: Seq[int],
+        sampling: SamplingParams,
+        first_index: int,
+        machine: Machine,
+    ) -> None:
+        self.owner = owner
+        """The router that this sequence belongs to."""
+        self.request_id = request_id
+        self.attempt = attempt
+        self.order = order
+        self.token_ids = list(token_ids)
+        self.num_given = len(self.token_ids)
+        self.sampling = sampling
+        self.first_index = first_index
+        self.machine = machine
+        self.num_computed = 0
+        self.num_cached = 0
+        """Tokens whose KV was found in this worker's prefix cache."""
+        self.block_ids: list[int] = []
+        self.keys: list[bytes] = []
+        """Prefix-cache keys of its full blocks, made as far as they were needed."""
+        self.num_known_blocks = 0
+        """Blocks, from the first, that the prefix cache has been told of."""
+        self.in_step = False
+        """Its blocks are being read and written by the running step: they may not be given back yet."""
+        self.doomed = False
+        """Removed while in a step; its blocks are given back when the step has ended."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens whose KV is still to be computed."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def next_index(self) -> int:
+        """Output position of the next token to be sampled."""
+        return self.first_index + len(self.token_ids) - self.num_given
+
+    def finish_reason(self, token: int, index: int, eos: Seq[int], max_model_len: int) -> FinishReason | None:
+        """Does ``token`` at output position ``index``, already appended, end the answer?"""
+        params = self.sampling
+        if index + 1 >= params.min_tokens and (
+            token in params.stop_token_ids or (token in eos and not params.ignore_eos)
+        ):
+            return "stop"
+        if index + 1 >= params.max_tokens or len(self.token_ids) >= max_model_len:
+            return "length"
+        return None
+
+    def forbidden(self, index: int, eos: Seq[int]) -> tuple[int, ...]:
+        """Ids that may not be sampled at ``index`` because ``min_tokens`` is not reached."""
+        if index >= self.sampling.min_tokens:
+            return ()
+        return (*self.sampling.stop_token_ids, *(() if self.sampling.ignore_eos else eos))

@@ -1,0 +1,66 @@
+"""Choosing tokens. A token is a function of its own logits and of (seed, choice, position): nothing else enters.
+
+So the batch, the worker and a recovery cannot change it. The order of the filters is transformers' own:
+temperature, top-k, top-p, min-p.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pagerelay.common.wire.messages import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One row to sample: its parameters, the output position, and the ids that may not come yet (``min_tokens``)."""
+
+    params: SamplingParams
+    position: int
+    forbidden: Sequence[int] = ()
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """A number in [0, 1) keyed by its arguments alone: 53 bits of BLAKE2b."""
+    digest = hashlib.blake2b(
+        struct.pack("<QQQ", seed, choice, position), digest_size=8, person=b"pagerelay-sample"
+    )
+    return (int.from_bytes(digest.digest(), "little") >> 11) * 2.0**-53
+
+
+def sample(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> list[int]:
+    """One token id per row of ``logits`` ``[len(requests), vocab]`` fp32."""
+    for row, request in enumerate(requests):
+        if request.forbidden:
+            logits[row, torch.tensor(request.forbidden)] = float("-inf")
+    tokens: list[int] = logits.argmax(-1).tolist()
+    for row, request in enumerate(requests):
+        if request.params.temperature > 0.0:
+            tokens[row] = _draw(logits[row], request)
+    return tokens
+
+
+def _draw(logits: torch.Tensor, request: SampleRequest) -> int:
+    params = request.params
+    scores = logits.double() / params.temperature
+    if 0 < params.top_k < scores.numel():
+        kth = scores.topk(params.top_k).values[-1]
+        scores = scores.masked_fill(scores < kth, float("-inf"))
+    probs = scores.softmax(-1)
+    if params.top_p < 1.0:
+        ordered, order = probs.sort(descending=True, stable=True)
+        # Kept: the smallest set that reaches top_p; a token falls out if those before it reach it already.
+        dropped = ordered.cumsum(-1) - ordered >= params.top_p
+        probs[order[dropped]] = 0.0
+    if params.min_p > 0.0:
+        probs = torch.where(probs < params.min_p * probs.max(), 0.0, probs)
+    # Inverse of the distribution in vocabulary order: no sort decides, so near-equal logits cannot swap places.
+    cumulative = probs.cumsum(-1)
+    point = uniform(params.seed, params.choice, request.position) * float(cumulative[-1])
+    chosen = int(torch.searchsorted(cumulative, point, right=True))
+    return min(chosen, int(probs.nonzero()[-1]))

@@ -1,0 +1,246 @@
+"""One engine thread, and around it an event loop with the sockets and the clock.
+
+The engine computes on its own thread; its verbs are called from the event loop (they only take its lock). After
+every step and every verb the messages that the engine wants sent are collected in order and sent by one task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine
+from typing import Any
+
+from pagerelay.common.config import Config
+from pagerelay.common.engine.core import EngineCore, Outbox
+from pagerelay.common.service.link import RouterLink, monotonic
+from pagerelay.common.wire.auth import CurveKeys
+from pagerelay.common.wire.messages import Counters, Drain, Heartbeat, Hello, Load, Message, Role, ToWorker
+
+log = logging.getLogger(__name__)
+
+MAX_FAILED_STEPS = 3
+TICK_S = 0.25
+
+
+class Worker(ABC):
+    """Shared life of a worker. Subclasses add their engine's verbs and their end of the data link."""
+
+    role: Role
+    engine: EngineCore
+
+    def __init__(self, config: Config, keys: CurveKeys | None) -> None:
+        self.config = config
+        self.keys = keys
+        self.incarnation = secrets.token_hex(8)
+        self.worker_id = f"{self.role}-{self.incarnation[:6]}"
+        self.draining = False
+        self.clock = monotonic
+        self.exit_code = 0
+        self.counters = Counters()
+        self._links: list[RouterLink] = []
+        self._outgoing: asyncio.Queue[Outbox] = asyncio.Queue()
+        self._wake = threading.Event()
+        self._stopping = threading.Event()
+        self._stopped = asyncio.Event()
+        self._step_began: float | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # ------------------------------------------------------------------ subclasses
+
+    @abstractmethod
+    async def start_data_link(self) -> None: ...
+
+    @abstractmethod
+    async def stop_data_link(self) -> None: ...
+
+    @abstractmethod
+    def hello(self) -> Hello: ...
+
+    @abstractmethod
+    def received(self, router_id: str, message: ToWorker) -> None: ...
+
+    @abstractmethod
+    def load(self) -> Load: ...
+
+    @abstractmethod
+    async def send_to_peer(self, peer: bytes, message: Message) -> None: ...
+
+    def outgoing(self, message: Message) -> Message:
+        """A last look at a message to a router, for durations: the engine has no clock."""
+        return message
+
+    def after_step(self) -> None:
+        """Runs on the event loop after each step and verb."""
+
+    def tick(self) -> None:
+        """Runs a few times a second."""
+
+    # ------------------------------------------------------------------ the life of the process
+
+    async def run(self, announce: Any = None) -> int:
+        """Serves until SIGTERM or SIGINT, drains, and returns the exit code. A second signal ends at once."""
+        self._loop = asyncio.get_running_loop()
+        self._parent = os.getppid()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._signalled)
+        await self.start_data_link()
+        thread = threading.Thread(target=self._step_forever, name="engine", daemon=True)
+        thread.start()
+        self._tasks = [self.task(self._send_forever()), self.task(self._tick_forever())]
+        self._links = [
+            RouterLink(endpoint, self.keys, self, self.clock) for endpoint in self.config.worker.routers
+        ]
+        for link in self._links:
+            link.start()
+        if announce is not None:
+            announce({"event": "ready", "worker_id": self.worker_id})
+        await self._stopped.wait()
+        if (
+            self.exit_code == 0 and os.getppid() == self._parent
+        ):  # an orphan has nobody to finish anything for
+            await self._drain()
+        self._stopping.set()
+        self._wake.set()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(link.close() for link in self._links))
+        await self.stop_data_link()
+        await asyncio.to_thread(thread.join, 5.0)
+        return self.exit_code
+
+    def task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Starts a task whose unexpected end ends the worker, loudly: a silent one would be a hang."""
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._task_ended)
+        return task
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a task of the worker failed", exc_info=task.exception())
+            self.exit_code = 1
+            self._stopped.set()
+
+    def _signalled(self) -> None:
+        if self._stopped.is_set():
+            log.warning("second signal: ending now")
+            os._exit(130)
+        log.info("stopping: finishing what runs, for at most %g s", self.config.worker.drain_s)
+        self._stopped.set()
+
+    async def _drain(self) -> None:
+        """Routers see ``draining`` with the next heartbeat and send no more; what is here is finished."""
+        self.draining = True
+        for link in self._links:
+            if link.router_id is not None:
+                await link.send(self.heartbeat())
+        deadline = self.clock() + self.config.worker.drain_s
+        joined = any(link.router_id is not None for link in self._links)
+        while joined and self.clock() < deadline and not self.engine.check_idle():
+            await asyncio.sleep(0.05)
+        # The last messages leave before the sockets close.
+        while not self._outgoing.empty():
+            await asyncio.sleep(0.01)
+
+    # ------------------------------------------------------------------ engine thread
+
+    def _step_forever(self) -> None:
+        failed = 0
+        while not self._stopping.is_set():
+            self._step_began = self.clock()
+            try:
+                worked = self.engine.step()
+                failed = 0
+            except Exception:
+                # A fault belongs to the requests of its step. Only an engine that cannot step at all ends.
+                log.exception("a step failed")
+                self.engine.fail_step("the worker failed while computing this request")
+                failed, worked = failed + 1, True
+                if failed == MAX_FAILED_STEPS:
+                    self._loop.call_soon_threadsafe(self._give_up)
+                    return
+            if worked:
+                self._count_step(self.clock() - self._step_began)
+            self._step_began = None
+            if worked:
+                self._loop.call_soon_threadsafe(self.flush)
+            else:
+                self._wake.wait()
+                self._wake.clear()
+
+    def _count_step(self, seconds: float) -> None:
+        stats, counters = self.engine.stats, self.counters
+        counters.steps += 1
+        counters.step_seqs += stats.num_seqs
+        counters.step_seconds += seconds
+        counters.prompt_tokens_computed += stats.num_prefill_tokens
+        counters.tokens_generated += stats.sampled
+
+    def _give_up(self) -> None:
+        log.error("%d steps in a row failed: this worker ends", MAX_FAILED_STEPS)
+        self.exit_code = 1
+        self._stopped.set()
+
+    # ------------------------------------------------------------------ event loop
+
+    def wake(self) -> None:
+        """There may be something to compute."""
+        self._wake.set()
+
+    def flush(self) -> None:
+        """Hands what the engine wants sent to the sender, in order."""
+        outbox = self.engine.take_outbox()
+        if outbox.to_router or outbox.to_peer:
+            self._outgoing.put_nowait(outbox)
+        self.after_step()
+
+    async def _send_forever(self) -> None:
+        while True:
+            outbox = await self._outgoing.get()
+            for peer, message in outbox.to_peer:
+                await self.send_to_peer(peer, message)
+            for router_id, message in outbox.to_router:
+                for link in self._links:
+                    if link.router_id == router_id:
+                        await link.send(self.outgoing(message))
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.tick()
+            self.flush()
+
+    # ------------------------------------------------------------------ links' questions
+
+    def heartbeat(self) -> Heartbeat:
+        return Heartbeat(load=self.load(), counters=self.counters)
+
+    def busy_for_s(self) -> float:
+        began = self._step_began
+        return 0.0 if began is None else self.clock() - began
+
+    def router_lost(self, router_id: str) -> None:
+        dropped = self.drop_owner(router_id)
+        if dropped:
+            log.warning("dropped %d requests of a router that is gone", dropped)
+        self.flush()
+
+    @abstractmethod
+    def drop_owner(self, router_id: str) -> int: ...
+
+    def refused_for_good(self, endpoint: str, reason: str) -> None:
+        log.error("the router at %s refuses this worker: %s", endpoint, reason)
+        self.exit_code = 3
+        self._stopped.set()
+
+    def message_dropped(self) -> None:
+        self.counters.dropped_messages += 1
+
+    def begin_drain(self, message: Drain) -> None:
+        self._stopped.set()

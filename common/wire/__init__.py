@@ -1,0 +1,1 @@
+"""Messages, their codec, and the only ZeroMQ sockets outside the TCP transport."""

@@ -1,0 +1,263 @@
+"""Decode: KV blocks in, tokens out, every sequence joining and leaving the batch at any step.
+
+The life of a request here::
+
+    QUEUED        by arrival, until there are blocks for its whole prompt
+    RESERVED      blocks are its own (less those that the prefix cache has already)
+    FETCHING      the worker copies P's blocks into them as P announces them
+    READY         all copied, the lease confirmed: the KV is ours
+    RUNNING       one token a step; without a handle, straight from QUEUED: the prompt is computed here, in chunks
+                  between the others' tokens
+    FINISHED      its last token is out
+    PREEMPTED     the youngest, when a block is missing for an older one: it recovers through the router
+    FETCH_FAILED  P or the lease was lost: it recovers through the router
+    ABORTED       the router took it back
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+
+from pagerelay.common.engine.core import EngineCore, EngineLimits
+from pagerelay.common.engine.scheduler import by_age
+from pagerelay.common.engine.sequence import Sequence
+from pagerelay.common.kv.pool import KvPool
+from pagerelay.common.model.runner import ModelFacts, ModelRunner
+from pagerelay.common.states import DECODE, Machine
+from pagerelay.common.wire.messages import (
+    DecodeJob,
+    FinishReason,
+    HandedOver,
+    KvHandle,
+    Preempted,
+    TokenDelta,
+    Tokens,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """A reserved sequence whose blocks from ``from_block`` on the worker must fetch."""
+
+    seq: Sequence
+    handle: KvHandle
+    from_block: int
+
+
+class DecodeEngine(EngineCore):
+    def __init__(self, runner: ModelRunner, facts: ModelFacts, pool: KvPool, limits: EngineLimits) -> None:
+        super().__init__(runner, facts, pool, limits)
+        self._queue: list[Sequence] = []
+        self._handles: dict[str, KvHandle] = {}
+        self._fetching: dict[str, Sequence] = {}
+        self._by_request: dict[str, Sequence] = {}
+        self._deltas: dict[str, list[TokenDelta]] = {}
+        self.cancelled_fetches: list[Sequence] = []
+        """Fetches that must be given up; the worker takes them from here and ends them with :meth:`fetch_ended`."""
+        self.num_preempted = 0
+        self.num_prompt_tokens_computed = 0
+
+    # ------------------------------------------------------------------ from the router
+
+    def submit(self, owner: str, job: DecodeJob) -> None:
+        with self.lock:
+            known = self._by_request.get(job.request_id)
+            if known is not None:
+                if known.attempt >= job.attempt:
+                    return
+                self._end(known, "ABORTED")
+            seq = Sequence(
+                owner=owner,
+                request_id=job.request_id,
+                attempt=job.attempt,
+                order=job.order,
+                token_ids=job.token_ids,
+                sampling=job.sampling,
+                first_index=job.first_index,
+                machine=Machine(DECODE, "QUEUED"),
+            )
+            if not 1 <= len(job.token_ids) <= self.max_model_len:
+                message = (
+                    f"{len(job.token_ids)} tokens do not fit this worker's limit of {self.max_model_len}"
+                )
+                self._tell_failed(seq, "too_long", message, retryable=False)
+                return
+            self._by_request[job.request_id] = seq
+            if job.handle is None:
+                self.scheduler.add_waiting(seq)
+            else:
+                self._handles[job.request_id] = job.handle
+                insort(self._queue, seq, key=by_age)
+
+    def abort(self, request_id: str, attempt: int) -> None:
+        with self.lock:
+            seq = self._by_request.get(request_id)
+            if seq is not None and seq.attempt <= attempt:
+                self._end(seq, "ABORTED")
+
+    def drop_owner(self, owner: str) -> int:
+        with self.lock:
+            orphans = [seq for seq in self._by_request.values() if seq.owner == owner]
+            for seq in orphans:
+                self._end(seq, "ABORTED")
+            return len(orphans)
+
+    # ------------------------------------------------------------------ intake
+
+    def admit(self) -> list[Intake]:
+        """Reserves blocks for queued requests, oldest first, and says what to fetch."""
+        admitted: list[Intake] = []
+        with self.lock:
+            while self._queue:
+                seq, held = self._queue[0], len(self.scheduler.running) + len(self._fetching)
+                if held >= self.limits.max_num_seqs:
+                    break
+                # A whole prompt found here needs only its commit: nothing is computed from it on this side.
+                cached = self.scheduler.match_prefix(seq, seq.num_tokens)
+                # Headroom: each running sequence may need a block soon, and preempting costs more than waiting.
+                if not self.scheduler.reserve(seq, cached, headroom=held):
+                    break
+                self._queue.pop(0)
+                seq.machine.move("RESERVED")
+                seq.machine.move("FETCHING")
+                self._fetching[seq.request_id] = seq
+                admitted.append(Intake(seq, self._handles.pop(seq.request_id), len(cached)))
+        return admitted
+
+    def queued_handles(self) -> list[KvHandle]:
+        """Leases that requests still waiting for room here depend on: someone must renew them."""
+        with self.lock:
+            return list(self._handles.values())
+
+    def fetched(
+        self, seq: Sequence, first_token: int, transport: str, num_bytes: int, handover_s: float
+    ) -> None:
+        """All blocks are here and the lease is confirmed: the sequence runs from the next step on."""
+        with self.lock:
+            if seq.doomed:
+                return  # aborted meanwhile; fetch_ended gives its blocks back
+            seq.machine.move("READY")
+            seq.machine.move("RUNNING")
+            del self._fetching[seq.request_id]
+            seq.num_computed = seq.num_given
+            self.scheduler.cache_full_blocks(seq)
+            first = self._delta(seq, first_token, seq.next_index)
+            seq.token_ids.append(first_token)
+            self.scheduler.add_running(seq)
+            handed = HandedOver(
+                request_id=seq.request_id,
+                attempt=seq.attempt,
+                first=first,
+                transport=transport,
+                handover_s=handover_s,
+                num_bytes=num_bytes,
+            )
+            self._outbox.to_router.append((seq.owner, handed))
+
+    def fetch_pointless(self, seq: Sequence) -> None:
+        """The request ended on P, or was taken back there: the router knows, and its Abort may be under way."""
+        with self.lock:
+            if not seq.doomed:
+                self._end(seq, "FETCH_FAILED")
+
+    def fetch_failed(self, seq: Sequence, message: str, retryable: bool) -> None:
+        """The fetch came to nothing; tells the router unless the request was taken back anyway."""
+        with self.lock:
+            if not seq.doomed:
+                self._tell_failed(seq, "fetch_failed", message, retryable)
+                self._end(seq, "FETCH_FAILED")
+
+    def fetch_ended(self, seq: Sequence) -> None:
+        """No copy into the sequence's blocks is running any more: if it does not run by now they are given back."""
+        with self.lock:
+            if seq.doomed:
+                self._give_back(seq)
+                seq.doomed = False
+
+    # ------------------------------------------------------------------ the step
+
+    def step(self) -> bool:
+        worked = super().step()
+        with self.lock:
+            for owner, deltas in self._deltas.items():
+                self._outbox.to_router.append((owner, Tokens(deltas=deltas)))
+            self._deltas = {}
+        return worked
+
+    def _admitted(self, seq: Sequence) -> None:
+        seq.machine.move("RUNNING")
+
+    def _advanced(self, seq: Sequence) -> None:
+        pass  # nobody else waits for blocks computed here
+
+    def _sampled(self, seq: Sequence, token: int, index: int) -> None:
+        reason = seq.finish_reason(token, index, self.facts.eos_token_ids, self.max_model_len)
+        if reason is None and seq.num_computed == seq.num_given:
+            # The prompt was computed here, this is its first token: there is no hand-over to tell of it.
+            computed = seq.num_given - seq.num_cached
+            self.num_prompt_tokens_computed += computed
+            handed = HandedOver(
+                request_id=seq.request_id,
+                attempt=seq.attempt,
+                first=self._delta(seq, token, index),
+                transport="local",
+                handover_s=0.0,
+                num_bytes=0,
+                num_computed_tokens=computed,
+            )
+            self._outbox.to_router.append((seq.owner, handed))
+        self._deltas.setdefault(seq.owner, []).append(self._delta(seq, token, index, reason))
+        if reason is not None:
+            self._end(seq, "FINISHED")
+
+    @staticmethod
+    def _delta(seq: Sequence, token: int, index: int, reason: FinishReason | None = None) -> TokenDelta:
+        return TokenDelta(
+            request_id=seq.request_id, attempt=seq.attempt, index=index, token=token, finish_reason=reason
+        )
+
+    def _short(self, seq: Sequence) -> bool:
+        """Preempts the youngest that holds blocks, ``seq`` itself if that is the youngest."""
+        victim = max((*self.scheduler.running, *self._fetching.values()), key=by_age)
+        self.num_preempted += 1
+        self._outbox.to_router.append(
+            (victim.owner, Preempted(request_id=victim.request_id, attempt=victim.attempt))
+        )
+        fetching = victim.request_id in self._fetching
+        self._end(victim, "FETCH_FAILED" if fetching else "PREEMPTED")
+        # A fetch's blocks come back only when its copy has stopped; until then the needy one sits out.
+        return not fetching and victim is not seq
+
+    def _end(self, seq: Sequence, state: str) -> None:
+        """The one place where a request leaves: its blocks go back now, or when nobody touches them any more."""
+        seq.machine.move(state)
+        del self._by_request[seq.request_id]
+        self._handles.pop(seq.request_id, None)
+        if seq in self._queue:
+            self._queue.remove(seq)
+        elif seq.request_id in self._fetching:
+            del self._fetching[seq.request_id]
+            seq.doomed = True
+            self.cancelled_fetches.append(seq)
+        else:
+            self._leave(seq)
+
+    def _failed(self, seq: Sequence) -> None:
+        self._end(seq, "ABORTED")
+
+    # ------------------------------------------------------------------ reading
+
+    def num_waiting(self) -> int:
+        with self.lock:
+            return len(self._queue) + len(self.scheduler.waiting)
+
+    def num_running(self) -> int:
+        with self.lock:
+            return len(self.scheduler.running) + len(self._fetching)
+
+    def outstanding_tokens(self) -> int:
+        """Prompt tokens to be computed here because no prefill worker does."""
+        with self.lock:
+            queues = (*self.scheduler.waiting, *self.scheduler.running)
+            return sum(seq.num_remaining for seq in queues if seq.num_remaining > 1)

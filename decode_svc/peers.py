@@ -1,0 +1,149 @@
+"""A decode worker's links to the prefill workers that it fetches from: one per peer process, opened on first use."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from pagerelay.common.errors import TransferError, WireError
+from pagerelay.common.wire.auth import CurveKeys
+from pagerelay.common.wire.codec import Decoder, encode
+from pagerelay.common.wire.messages import (
+    Blocks,
+    Fetch,
+    KvHandle,
+    LeaseLost,
+    PoolAddress,
+    Read,
+    Release,
+    Renew,
+    ToDecode,
+    ToPrefill,
+)
+from pagerelay.common.wire.sockets import ClientSocket, PeerUnreachable
+
+log = logging.getLogger(__name__)
+_decode: Decoder[ToDecode] = Decoder(ToDecode)
+
+
+@dataclass(slots=True)
+class Inbox:
+    """News about one lease. ``reads``: answers due for blocks asked for over the wire, in the order asked."""
+
+    news: asyncio.Queue[ToDecode] = field(default_factory=asyncio.Queue)
+    reads: list[asyncio.Future[list[memoryview]]] = field(default_factory=list)
+
+
+class PeerLink:
+    """The data link to one incarnation of one prefill worker."""
+
+    def __init__(self, handle: KvHandle, keys: CurveKeys | None) -> None:
+        self.worker_id = handle.worker_id
+        self.pool: PoolAddress = handle.pool
+        self.last_used = 0.0
+        self._socket = ClientSocket(
+            handle.data_endpoint, secrets.token_bytes(16), keys, "the peer's data endpoint"
+        )
+        self._inboxes: dict[int, Inbox] = {}
+        self._task = asyncio.create_task(self._receive())
+
+    @property
+    def idle(self) -> bool:
+        return not self._inboxes
+
+    async def send(self, message: ToPrefill) -> None:
+        try:
+            await self._socket.send(encode(message))
+        except PeerUnreachable as error:
+            raise TransferError("the prefill worker cannot be reached") from error
+
+    async def open(self, fetch: Fetch) -> asyncio.Queue[ToDecode]:
+        """Begins to fetch a lease; its news come through the queue until :meth:`close_lease`."""
+        inbox = self._inboxes[fetch.lease] = Inbox()
+        await self.send(fetch)
+        return inbox.news
+
+    def close_lease(self, lease: int) -> None:
+        inbox = self._inboxes.pop(lease, None)
+        for read in inbox.reads if inbox is not None else ():
+            read.cancel()
+
+    async def read(self, lease: int, block_ids: Sequence[int]) -> list[memoryview]:
+        inbox = self._inboxes.get(lease)
+        if inbox is None:
+            raise TransferError("the lease is closed")
+        answer: asyncio.Future[list[memoryview]] = asyncio.get_running_loop().create_future()
+        inbox.reads.append(answer)
+        await self.send(Read(lease=lease, block_ids=list(block_ids)))
+        return await answer
+
+    async def renew(self, leases: list[int]) -> None:
+        await self.send(Renew(leases=leases))
+
+    async def release(self, lease: int, received: bool) -> None:
+        await self.send(Release(lease=lease, received=received))
+
+    async def _receive(self) -> None:
+        while True:
+            frames = await self._socket.receive()
+            try:
+                message = _decode(frames[0] if frames else b"")
+            except WireError as error:
+                log.warning("dropped a message of %s: %s", self.worker_id, error)
+                continue
+            inbox = self._inboxes.get(message.lease)
+            if inbox is None:
+                continue  # late news about a lease that is no longer ours
+            if isinstance(message, Blocks):
+                if inbox.reads:
+                    read = inbox.reads.pop(0)
+                    if not read.done():
+                        read.set_result(frames[1:])
+                continue
+            if isinstance(message, LeaseLost):
+                for read in inbox.reads:
+                    if not read.done():
+                        read.set_exception(TransferError(f"the lease is gone: {message.reason}"))
+                inbox.reads.clear()
+            inbox.news.put_nowait(message)
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        for lease in list(self._inboxes):
+            self.close_lease(lease)
+        self._socket.close()
+
+
+class Peers:
+    """Opens a link to a peer when a handle first names it, and closes it when it has been idle for ``idle_s``."""
+
+    def __init__(self, keys: CurveKeys | None, clock: Callable[[], float], idle_s: float = 60.0) -> None:
+        self._keys = keys
+        self._clock = clock
+        self._idle_s = idle_s
+        self._links: dict[str, PeerLink] = {}
+
+    def link(self, handle: KvHandle) -> PeerLink:
+        link = self._links.get(handle.incarnation)
+        if link is None:
+            link = self._links[handle.incarnation] = PeerLink(handle, self._keys)
+        link.last_used = self._clock()
+        return link
+
+    async def close_idle(self) -> list[PeerLink]:
+        """Closes and returns the links that nobody has used lately: mostly those of workers that are gone."""
+        now = self._clock()
+        old = [key for key, link in self._links.items() if link.idle and now - link.last_used > self._idle_s]
+        closed = [self._links.pop(key) for key in old]
+        for link in closed:
+            await link.close()
+        return closed
+
+    async def close(self) -> None:
+        for link in self._links.values():
+            await link.close()
+        self._links.clear()

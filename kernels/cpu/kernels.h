@@ -1,0 +1,49 @@
+/* What ops.c and the instruction-set builds isa_*.c share: the jobs and the table of functions that run them.
+ *
+ * A job is split in items; items may run in any order on any thread, for no sum is ever split between two
+ * items. All arrays are fp32, row-major and dense unless a stride is named; strides count floats. */
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+#define PANEL 16 /* output columns of one weight panel */
+#define TILE 32  /* keys of one attention tile, at absolute positions 0, 32, 64, ... */
+
+struct linear_job {
+    const float *x;      /* [rows, k] */
+    const float *panels; /* [ceil(n / PANEL), k, PANEL], zero beyond n */
+    const float *bias;   /* [n] or NULL */
+    float *out;          /* [rows, n] */
+    long rows, n, k;
+    long row_step, group; /* rows and panels of one item; items go through the panels first */
+};
+
+struct attend_item {
+    long sequence, row, rows, kv_head; /* rows row .. row+rows of the batch, all of one sequence */
+};
+
+struct attend_job {
+    const float *pool;  /* this layer's first key: [blocks (block_stride), 2, kv_heads, block_size, head_dim] */
+    const float *query; /* [rows, heads, head_dim] */
+    float *out;         /* [rows, heads, head_dim] */
+    const int32_t *tables, *seq_lens, *query_starts;
+    const struct attend_item *items;
+    long block_stride, max_blocks, heads, kv_heads, block_size, head_dim;
+    long window;           /* 0: none */
+    float scale, soft_cap; /* soft_cap 0: none */
+    long max_vectors;      /* query vectors of the largest item */
+};
+
+struct kernels {
+    const char *name;
+    void (*linear)(void *job, long item, void *scratch);
+    void (*attend)(void *job, long item, void *scratch);
+    void (*rms_norm)(const float *x, const float *weight, float *out, long rows, long n, float eps);
+    void (*silu_mul)(const float *gate, const float *up, float *out, long n);
+    void (*rotary)(const float *x, const float *cosine, const float *sine, float *out, long rows, long heads,
+                   long dim);
+};
+
+#if defined(__x86_64__)
+extern const struct kernels kernels_avx2, kernels_avx512;
+#endif

@@ -1,0 +1,1 @@
+"""The prefill worker: computes prompts into KV blocks and leases them to decode workers."""

@@ -1,0 +1,198 @@
+"""The prefill worker's process: jobs from routers, KV to decode workers.
+
+Its data link serves two kinds of messages to decode workers: the talk about leases (Fetch, Renew, Release) and, for
+those that cannot map its memory, the blocks themselves (Read), sent straight from the pool.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+
+import msgspec
+
+from pagerelay.common.config import Config
+from pagerelay.common.errors import WireError
+from pagerelay.common.service.build import Parts
+from pagerelay.common.service.worker import Worker
+from pagerelay.common.wire import address
+from pagerelay.common.wire.auth import CurveKeys
+from pagerelay.common.wire.codec import Decoder, encode
+from pagerelay.common.wire.messages import (
+    Abort,
+    Blocks,
+    Drain,
+    Fetch,
+    FirstToken,
+    Hello,
+    KvHandle,
+    LeaseLost,
+    Load,
+    Message,
+    PrefillJob,
+    PrefillStarted,
+    Read,
+    Release,
+    Renew,
+    ToPrefill,
+    ToWorker,
+)
+from pagerelay.common.wire.sockets import PeerUnreachable, ServerSocket
+from pagerelay.prefill_svc.engine import PrefillEngine
+
+log = logging.getLogger(__name__)
+_decode: Decoder[ToPrefill] = Decoder(ToPrefill)
+
+
+class PrefillWorker(Worker):
+    role = "prefill"
+
+    def __init__(self, config: Config, keys: CurveKeys | None, parts: Parts) -> None:
+        super().__init__(config, keys)
+        self._parts = parts
+        self._endpoint = ""
+        self._data = ServerSocket(keys)
+        self.engine: PrefillEngine = PrefillEngine(
+            parts.runner,
+            parts.facts,
+            parts.pool,
+            parts.limits,
+            lease_s=config.worker.lease_s,
+            handle=self._handle,
+        )
+        self._times: dict[str, float] = {}
+        """request_id → when it was accepted, later when its prefill began; for durations only."""
+
+    def _handle(self, lease: int, num_tokens: int) -> KvHandle:
+        return KvHandle(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            lease=lease,
+            data_endpoint=self._endpoint,
+            pool=self._parts.backend.address(),
+            layout=self._parts.layout,
+            num_tokens=num_tokens,
+        )
+
+    # ------------------------------------------------------------------ data link
+
+    async def start_data_link(self) -> None:
+        settings = self.config.worker
+        port = self._data.bind(settings.data_host, settings.data_port, "worker.data_host")
+        host = settings.advertise_host or (
+            settings.data_host
+            if address.is_loopback(settings.data_host)
+            else address.address_towards(settings.routers[0])
+        )
+        self._endpoint = address.join(host, port)
+        self.data_task = self.task(self._serve())
+
+    async def stop_data_link(self) -> None:
+        self.data_task.cancel()
+        self._data.close()
+        self._parts.backend.close()
+
+    async def _serve(self) -> None:
+        while True:
+            peer, frames = await self._data.receive()
+            try:
+                message = _decode(frames[0] if frames else b"")
+            except WireError as error:
+                self.message_dropped()
+                log.warning("dropped a message on the data link: %s", error)
+                continue
+            if isinstance(message, Read):
+                await self._send_blocks(peer, message)
+                continue
+            if isinstance(message, Fetch):
+                self.engine.fetch(peer, message, self.clock())
+            elif isinstance(message, Renew):
+                self.engine.renew(message.leases, self.clock())
+            elif isinstance(message, Release):
+                self.engine.release(peer, message.lease, message.received)
+            self.wake()  # freed blocks may let a waiting prompt in
+            self.flush()
+
+    async def _send_blocks(self, peer: bytes, message: Read) -> None:
+        """Sends blocks from the pool without a copy: the lease keeps them, and a copy made of a block that was given
+        up meanwhile never counts, because its lease is not confirmed."""
+        if not self.engine.may_read(peer, message.lease, message.block_ids, self.clock()):
+            await self.send_to_peer(peer, LeaseLost(lease=message.lease, reason="no such lease"))
+            return
+        header = encode(Blocks(lease=message.lease, block_ids=message.block_ids))
+        try:
+            blocks = [memoryview(self._parts.pool.blocks[block]) for block in message.block_ids]
+            await self._data.send(peer, header, *blocks, copy=False)
+        except PeerUnreachable:
+            self.message_dropped()
+
+    async def send_to_peer(self, peer: bytes, message: Message) -> None:
+        try:
+            await self._data.send(peer, encode(message))
+        except PeerUnreachable:
+            self.message_dropped()  # its lease will run out
+
+    # ------------------------------------------------------------------ routers
+
+    def hello(self) -> Hello:
+        return Hello(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            role=self.role,
+            layout=self._parts.layout,
+            num_blocks=self._parts.pool.num_blocks,
+            max_num_seqs=self._parts.limits.max_num_seqs,
+            max_model_len=self.engine.max_model_len,
+            eos_token_ids=self._parts.facts.eos_token_ids,
+            data_endpoint=self._endpoint,
+            transport=self._parts.backend.name,
+            ops=self._parts.runner.ops.name,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+        )
+
+    def received(self, router_id: str, message: ToWorker) -> None:
+        if isinstance(message, PrefillJob):
+            self._times[message.request_id] = self.clock()
+            self.engine.submit(router_id, message)
+        elif isinstance(message, Abort):
+            self._times.pop(message.request_id, None)
+            self.engine.abort(message.request_id, message.attempt)
+        elif isinstance(message, Drain):
+            self.begin_drain(message)
+        else:
+            self.message_dropped()
+        self.wake()
+        self.flush()
+
+    def outgoing(self, message: Message) -> Message:
+        now = self.clock()
+        if isinstance(message, PrefillStarted):
+            since = self._times.get(message.request_id, now)
+            self._times[message.request_id] = now
+            return msgspec.structs.replace(message, queued_s=now - since)
+        if isinstance(message, FirstToken):
+            since = self._times.pop(message.delta.request_id, now)
+            return msgspec.structs.replace(message, prefill_s=now - since)
+        return message
+
+    def drop_owner(self, router_id: str) -> int:
+        return self.engine.drop_owner(router_id)
+
+    def tick(self) -> None:
+        self.engine.expire(self.clock())
+        self.counters.leases_expired = self.engine.expired
+        self.counters.prompt_tokens_cached = self.engine.num_prompt_tokens_cached
+        self.wake()
+
+    def load(self) -> Load:
+        engine = self.engine
+        return Load(
+            blocks=engine.counts(),
+            waiting=len(engine.scheduler.waiting),
+            running=len(engine.scheduler.running),
+            outstanding_prefill_tokens=engine.outstanding_tokens(),
+            busy_for_s=self.busy_for_s(),
+            draining=self.draining,
+        )

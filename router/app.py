@@ -1,0 +1,257 @@
+"""HTTP: routes, and how an answer is written. Everything that is known before the first token is a plain status."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import msgspec
+from aiohttp import web
+
+from pagerelay.common.errors import ApiError, DeadlineExceeded, NotFound, PayloadTooLarge
+from pagerelay.router.answer import Answer
+from pagerelay.router.replies import Reply, models_body, reply_for
+from pagerelay.router.service import RouterService, outcome
+from pagerelay.router.sse import HEADERS, KEEPALIVE, error_event, json_body
+from pagerelay.router.validate import Kind, parse_request
+
+log = logging.getLogger(__name__)
+SERVICE = web.AppKey("service", RouterService)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def json_response(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=body, status=status, content_type="application/json", headers=headers)
+
+
+def error_response(error: ApiError) -> web.Response:
+    headers = {"Retry-After": str(error.retry_after_s)} if error.retry_after_s is not None else None
+    return json_response(json_body(error.body()), error.status, headers)
+
+
+@web.middleware
+async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """One error shape, whatever went wrong and wherever."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return error_response(error)
+    except web.HTTPRequestEntityTooLarge:
+        limit = request.app[SERVICE].config.router.max_body_bytes
+        return error_response(PayloadTooLarge(f"the body is larger than {limit} bytes"))
+    except web.HTTPException as error:
+        found = NotFound(f"{request.method} {error.reason}: no such route", code="not_found")
+        found.status = error.status
+        return error_response(found)
+    except (ConnectionError, asyncio.CancelledError):
+        raise
+    except Exception:
+        log.exception("a request failed in an unforeseen way")
+        return error_response(ApiError("the server failed; its log says why"))
+
+
+# ------------------------------------------------------------------------------------------------ generation
+
+
+def generation(kind: Kind) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        service = request.app[SERVICE]
+        route = request.path
+        try:
+            response = await _generate(service, request, kind)
+        except BaseException as error:
+            service.metrics.requests.labels(route=route, outcome=outcome(error)).inc()
+            raise
+        return response
+
+    return handle
+
+
+async def _generate(service: RouterService, request: web.Request, kind: Kind) -> web.StreamResponse:
+    service.check_open()
+    body = await _body(service, request)
+    limits = service.limits()
+    parsed = parse_request(kind, body, limits)
+    service.running += 1
+    service.metrics.running.set(service.running)
+    try:
+        async with asyncio.timeout(service.config.router.request_timeout_s):
+            prompts = await service.encode(parsed, limits.context_len)
+            answer = Answer(service, parsed, prompts, service.flows(parsed, prompts, limits.context_len))
+            reply = reply_for(parsed)
+            async with _closing(answer):
+                if parsed.stream:
+                    return await _stream(service, request, answer, reply)
+                async for _ in answer.pieces():
+                    pass
+                whole = reply.whole(answer.outputs(), answer.usage(), answer.timings())
+                service.metrics.requests.labels(route=request.path, outcome="ok").inc()
+                return json_response(whole, headers={"X-Request-Id": reply.id})
+    except TimeoutError:
+        seconds = service.config.router.request_timeout_s
+        raise DeadlineExceeded(f"the request took longer than {seconds:g} s") from None
+    finally:
+        service.running -= 1
+        service.metrics.running.set(service.running)
+
+
+@contextlib.asynccontextmanager
+async def _closing(answer: Answer) -> AsyncIterator[None]:
+    """Releases the workers also when the client's disconnect cancels us: the release itself is not cancelled."""
+    try:
+        yield
+    finally:
+        await asyncio.shield(asyncio.ensure_future(answer.close()))
+
+
+async def _body(service: RouterService, request: web.Request) -> bytes:
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        error = PayloadTooLarge("compressed bodies are not accepted", code="unsupported_encoding")
+        error.status = 415
+        raise error
+    try:
+        async with asyncio.timeout(30):
+            return await request.read()
+    except TimeoutError:
+        error = DeadlineExceeded("the body did not arrive within 30 s", code="body_timeout")
+        error.status = 408
+        raise error from None
+
+
+async def _stream(
+    service: RouterService, request: web.Request, answer: Answer, reply: Reply
+) -> web.StreamResponse:
+    """Server-sent events. The status line waits for the first token or error, but no longer than the keep-alive."""
+    pieces = answer.pieces()
+    first = await anext(pieces)  # an error before any token is raised here and answered as a plain status
+    response = web.StreamResponse(headers={**HEADERS, "X-Request-Id": reply.id})
+    await response.prepare(request)
+    ended: BaseException | None = None
+    try:
+        out = [
+            reply.start(len(answer.choices)),
+            KEEPALIVE
+            if first is None
+            else reply.delta(first.index, first.text, first.token_ids, first.finish_reason),
+        ]
+        await _write(service, response, b"".join(out))
+        out.clear()
+        async for piece in pieces:
+            if piece is None:
+                out.append(KEEPALIVE)
+            else:
+                out.append(reply.delta(piece.index, piece.text, piece.token_ids, piece.finish_reason))
+                if answer.more_waiting():
+                    continue  # several tokens are here: one write carries them all
+            await _write(service, response, b"".join(out))
+            out.clear()
+        out.append(reply.end(answer.usage(), answer.timings()))
+        await _write(service, response, b"".join(out))
+    except ApiError as error:
+        ended = error
+        await _write(service, response, b"".join(out) + error_event(error))
+    except (ConnectionError, asyncio.CancelledError) as error:
+        ended = error
+        raise
+    except Exception as error:
+        ended = error
+        log.exception("a stream failed in an unforeseen way")
+        await _write(service, response, error_event(ApiError("the server failed; its log says why")))
+    finally:
+        if not isinstance(ended, ConnectionError | asyncio.CancelledError):
+            service.metrics.requests.labels(route=request.path, outcome=outcome(ended)).inc()
+    await response.write_eof()
+    return response
+
+
+async def _write(service: RouterService, response: web.StreamResponse, data: bytes) -> None:
+    """A reader that takes nothing for ``write_timeout_s`` loses its stream, and nobody else's."""
+    if not data:
+        return
+    try:
+        async with asyncio.timeout(service.config.router.write_timeout_s):
+            await response.write(data)
+    except TimeoutError:
+        raise ConnectionResetError("the client does not read") from None
+
+
+# ------------------------------------------------------------------------------------------------ the rest
+
+
+async def models(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    return json_response(
+        models_body(service.model.served_name, int(service.started_at), service.registry.context_len)
+    )
+
+
+async def livez(request: web.Request) -> web.Response:
+    return json_response(b'{"status":"live"}')
+
+
+async def readyz(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    reason = "draining" if service.draining else service.registry.not_ready()
+    if reason is not None:
+        return json_response(json_body({"status": "not_ready", "reason": reason}), 503)
+    return json_response(b'{"status":"ready"}')
+
+
+async def metrics(request: web.Request) -> web.Response:
+    body = request.app[SERVICE].metrics.expose()
+    return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+async def cluster(request: web.Request) -> web.Response:
+    """The workers as the router sees them."""
+    service = request.app[SERVICE]
+    registry, now = service.registry, service.clock()
+    workers = [
+        {
+            "id": entry.worker_id,
+            "role": entry.hello.role,
+            "state": registry.state(entry),
+            "host": entry.hello.host,
+            "pid": entry.hello.pid,
+            "ops": entry.hello.ops,
+            "up_s": round(now - entry.joined_at, 1),
+            "silent_s": round(now - entry.last_heard, 2),
+            "requests": len(entry.bound),
+            "load": msgspec.to_builtins(entry.load),
+            "pool": entry.hello.transport,
+            "transports_in_use": entry.counters.fetched_blocks,
+            "counters": msgspec.to_builtins(entry.counters),
+        }
+        for entry in registry.entries()
+    ]
+    layout = registry.layout()
+    shown = {
+        "model": service.model.served_name,
+        "context_len": registry.context_len,
+        "requests_running": service.running,
+        "layout": msgspec.to_builtins(layout) if layout is not None else None,
+        "workers": workers,
+    }
+    return json_response(json_body(shown))
+
+
+async def refuse_embeddings(request: web.Request) -> web.Response:
+    raise NotFound("embeddings are not served; this server generates text", code="unsupported_endpoint")
+
+
+def make_app(service: RouterService) -> web.Application:
+    app = web.Application(middlewares=[errors_as_json], client_max_size=service.config.router.max_body_bytes)
+    app[SERVICE] = service
+    app.router.add_post("/generate", generation("generate"))
+    app.router.add_post("/v1/completions", generation("completions"))
+    app.router.add_post("/v1/chat/completions", generation("chat"))
+    app.router.add_post("/v1/embeddings", refuse_embeddings)
+    app.router.add_get("/v1/models", models)
+    app.router.add_get("/livez", livez)
+    app.router.add_get("/readyz", readyz)
+    app.router.add_get("/metrics", metrics)
+    app.router.add_get("/cluster", cluster)
+    return app

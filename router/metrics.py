@@ -1,0 +1,150 @@
+"""Prometheus metrics. Labels come from closed sets alone: routes, outcomes, causes, transports, live worker ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pagerelay.common.wire.messages import Counters
+from pagerelay.router.registry import WorkerEntry, WorkerRegistry, add_counters
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class RouterMetrics:
+    def __init__(self, registry: WorkerRegistry) -> None:
+        self.collector = CollectorRegistry()
+        make = {"registry": self.collector}
+        self.requests = Counter(
+            "pagerelay_requests", "HTTP requests by route and outcome", ["route", "outcome"], **make
+        )
+        self.running = Gauge("pagerelay_requests_running", "Requests in the house", **make)
+        self.prompt_tokens = Counter("pagerelay_prompt_tokens", "Tokens of accepted prompts", **make)
+        self.output_tokens = Counter("pagerelay_output_tokens", "Tokens given to clients", **make)
+        self.ttft = Histogram(
+            "pagerelay_time_to_first_token_seconds", "Arrival to first token", buckets=_SECONDS, **make
+        )
+        self.itl = Histogram(
+            "pagerelay_inter_token_latency_seconds", "Gap between a choice's tokens", buckets=_SECONDS, **make
+        )
+        self.e2e = Histogram("pagerelay_request_seconds", "Arrival to last token", buckets=_SECONDS, **make)
+        self.queue = Histogram(
+            "pagerelay_queue_seconds", "Wait for a prefill worker to begin", buckets=_SECONDS, **make
+        )
+        self.prefill = Histogram(
+            "pagerelay_prefill_seconds", "Prefill begun to first token", buckets=_SECONDS, **make
+        )
+        self.handover = Histogram(
+            "pagerelay_handover_seconds",
+            "Prefill ended to KV confirmed on the decode worker",
+            ["transport"],
+            buckets=_SECONDS,
+            **make,
+        )
+        self.handover_bytes = Counter("pagerelay_handover_bytes", "KV bytes shipped", ["transport"], **make)
+        self.recomputed_tokens = Counter(
+            "pagerelay_decode_recomputed_tokens",
+            "Prompt tokens that decode workers computed themselves",
+            **make,
+        )
+        self.local_prefills = Counter(
+            "pagerelay_local_prefills",
+            "Prompts sent to a decode worker without a prefill worker",
+            ["reason"],
+            **make,
+        )
+        self.recoveries = Counter("pagerelay_recoveries", "Requests dispatched anew", ["cause"], **make)
+        self.late_messages = Counter(
+            "pagerelay_late_messages", "News of older attempts, dropped as they must be", **make
+        )
+        self.dropped_messages = Counter("pagerelay_dropped_messages", "Messages nobody waits for", **make)
+        self.loop_lag = Gauge(
+            "pagerelay_event_loop_lag_seconds", "How late the router's own timer was", **make
+        )
+        self.collector.register(_Workers(registry))
+
+    def expose(self) -> bytes:
+        return generate_latest(self.collector)
+
+
+class _Workers(Collector):
+    """The workers' own account of themselves, from their last heartbeats."""
+
+    def __init__(self, registry: WorkerRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        entries = self._registry.entries()
+        yield from self._gauges(entries)
+        total = Counters()
+        add_counters(total, self._registry.departed)
+        for entry in entries:
+            add_counters(total, entry.counters)
+        yield from _counters(total)
+
+    @staticmethod
+    def _gauges(entries: Iterable[WorkerEntry]) -> Iterator[Metric]:
+        blocks = GaugeMetricFamily(
+            "pagerelay_blocks", "KV blocks by condition", labels=["worker", "role", "condition"]
+        )
+        seqs = GaugeMetricFamily("pagerelay_sequences", "Sequences", labels=["worker", "role", "condition"])
+        due = GaugeMetricFamily(
+            "pagerelay_outstanding_prefill_tokens",
+            "Prompt tokens not computed yet",
+            labels=["worker", "role"],
+        )
+        up = GaugeMetricFamily("pagerelay_worker_up", "Workers that are here", labels=["worker", "role"])
+        for entry in entries:
+            who = [entry.worker_id, entry.hello.role]
+            load = entry.load
+            for condition in ("total", "free", "held", "leased", "cached"):
+                blocks.add_metric([*who, condition], getattr(load.blocks, condition))
+            seqs.add_metric([*who, "running"], load.running)
+            seqs.add_metric([*who, "waiting"], load.waiting)
+            due.add_metric(who, load.outstanding_prefill_tokens)
+            up.add_metric(who, 1)
+        yield from (blocks, seqs, due, up)
+
+
+def _counters(total: Counters) -> Iterator[Metric]:
+    prompt = CounterMetricFamily(
+        "pagerelay_worker_prompt_tokens", "Prompt tokens by where their KV came from", labels=["source"]
+    )
+    prompt.add_metric(["computed"], total.prompt_tokens_computed)
+    prompt.add_metric(["received"], total.prompt_tokens_received)
+    prompt.add_metric(["cached"], total.prompt_tokens_cached)
+    yield prompt
+    for transport, name, help_text in (
+        (total.fetched_blocks, "pagerelay_fetched_blocks", "KV blocks fetched"),
+        (total.fetched_bytes, "pagerelay_fetched_bytes", "KV bytes fetched"),
+    ):
+        family = CounterMetricFamily(name, help_text, labels=["transport"])
+        for kind, amount in transport.items():
+            family.add_metric([kind], amount)
+        yield family
+    for name, value, help_text in (
+        ("pagerelay_engine_steps", total.steps, "Engine steps"),
+        (
+            "pagerelay_engine_step_sequences",
+            total.step_seqs,
+            "Sequences summed over steps: / steps = batch size",
+        ),
+        ("pagerelay_engine_step_seconds", total.step_seconds, "Time spent in steps"),
+        ("pagerelay_worker_tokens", total.tokens_generated, "Tokens sampled"),
+        ("pagerelay_leases_expired", total.leases_expired, "Leases that ran out"),
+        ("pagerelay_preemptions", total.preemptions, "Sequences preempted for want of blocks"),
+        (
+            "pagerelay_transport_fallbacks",
+            total.fallbacks,
+            "Peers reached over tcp although shm was preferred",
+        ),
+        (
+            "pagerelay_worker_dropped_messages",
+            total.dropped_messages,
+            "Messages that workers could not deliver or read",
+        ),
+    ):
+        yield CounterMetricFamily(name, help_text, value=value)

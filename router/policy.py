@@ -1,0 +1,53 @@
+"""Which worker gets a request: a pure function of a snapshot. Least load, ties to the one that waited longest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """What the policy may know of a worker. ``available_blocks`` counts free and evictable ones."""
+
+    worker_id: str
+    usable: bool
+    """Alive, not suspect, not draining."""
+    outstanding_tokens: int
+    num_seqs: int
+    available_blocks: int
+    total_blocks: int
+    last_chosen: int
+    """Number of the last choice that fell on it; smaller is longer ago."""
+
+
+class RoutingPolicy(Protocol):
+    def prefill(self, workers: Sequence[WorkerView], blocks_needed: int) -> str | None: ...
+
+    def decode(self, workers: Sequence[WorkerView], blocks_needed: int) -> str | None: ...
+
+
+class LeastLoad:
+    """P: fewest prompt tokens accepted and not yet computed. D: room for the prompt's blocks first, then fewest
+    sequences, then most available blocks."""
+
+    def prefill(self, workers: Sequence[WorkerView], blocks_needed: int) -> str | None:
+        fits = [worker for worker in workers if worker.usable and worker.total_blocks >= blocks_needed]
+        if not fits:
+            return None
+        return min(fits, key=lambda w: (w.outstanding_tokens, w.last_chosen)).worker_id
+
+    def decode(self, workers: Sequence[WorkerView], blocks_needed: int) -> str | None:
+        fits = [worker for worker in workers if worker.usable and worker.total_blocks >= blocks_needed]
+        if not fits:
+            return None
+        return min(
+            fits,
+            key=lambda w: (
+                w.available_blocks < blocks_needed,
+                w.num_seqs,
+                -w.available_blocks,
+                w.last_chosen,
+            ),
+        ).worker_id

@@ -1,0 +1,210 @@
+"""The workers as the router knows them. Liveness by our own monotonic clock: silent for ``suspect_s`` gets nothing
+new, silent for ``dead_s`` is dead and everything bound to it recovers elsewhere at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pagerelay.common.wire.messages import (
+    PROTOCOL,
+    Counters,
+    Heartbeat,
+    Hello,
+    Layout,
+    Load,
+    Message,
+    Refused,
+    Role,
+    Welcome,
+)
+from pagerelay.router.policy import WorkerView
+
+log = logging.getLogger(__name__)
+
+
+class Bound(Protocol):
+    """A request that some worker holds."""
+
+    def worker_lost(self, worker_id: str) -> None: ...
+
+
+@dataclass(slots=True)
+class WorkerEntry:
+    """One live worker. The router's event loop is the only writer."""
+
+    hello: Hello
+    identity: bytes
+    last_heard: float
+    joined_at: float
+    load: Load = field(default_factory=Load)
+    counters: Counters = field(default_factory=Counters)
+    bound: dict[str, Bound] = field(default_factory=dict)
+    """request_id → the request that this worker holds something for."""
+    tokens_due: dict[str, int] = field(default_factory=dict)
+    """request_id → prompt tokens sent to it and not answered by a first token yet."""
+    last_chosen: int = 0
+
+    @property
+    def worker_id(self) -> str:
+        return self.hello.worker_id
+
+    def release(self, request_id: str) -> None:
+        self.bound.pop(request_id, None)
+        self.tokens_due.pop(request_id, None)
+
+
+class WorkerRegistry:
+    def __init__(
+        self,
+        *,
+        model_digest: str,
+        clock: Callable[[], float],
+        heartbeat_s: float,
+        dead_s: float,
+        context_len: int,
+    ) -> None:
+        self.router_id = secrets.token_hex(8)
+        self._model_digest = model_digest
+        self._clock = clock
+        self._heartbeat_s = heartbeat_s
+        self._dead_s = dead_s
+        self._suspect_s = dead_s / 2
+        self._context_len = context_len
+        self._by_identity: dict[bytes, WorkerEntry] = {}
+        self._choices = 0
+        self.departed: Counters = Counters()
+        """Totals of workers that have gone, so that no counter ever falls."""
+
+    # ------------------------------------------------------------------ coming and going
+
+    def welcome(self, hello: Hello, identity: bytes) -> Message:
+        """Registers a worker, or says in one line why it cannot be paired."""
+        reason = self._mismatch(hello)
+        if reason is not None:
+            log.error("refused %s on %s: %s", hello.worker_id, hello.host, reason)
+            return Refused(reason=reason, fatal=True)
+        now = self._clock()
+        for entry in [e for e in self.entries() if e.worker_id == hello.worker_id and e.identity != identity]:
+            self.remove(entry, "a new incarnation took its place")
+        if identity not in self._by_identity:
+            self._by_identity[identity] = WorkerEntry(hello, identity, last_heard=now, joined_at=now)
+            log.info("%s joined (%s, pid %d on %s)", hello.worker_id, hello.role, hello.pid, hello.host)
+        return Welcome(router_id=self.router_id, heartbeat_s=self._heartbeat_s, dead_after_s=self._dead_s)
+
+    def _mismatch(self, hello: Hello) -> str | None:
+        if hello.layout.protocol != PROTOCOL:
+            return f"protocol: {PROTOCOL} here, {hello.layout.protocol} there"
+        if hello.layout.model_digest != self._model_digest:
+            return f"model_digest: {self._model_digest} here, {hello.layout.model_digest} there (another model folder?)"
+        reference = self.layout()
+        difference = reference.difference(hello.layout) if reference is not None else None
+        return (
+            None
+            if difference is None
+            else f"{difference} (the first value is that of the workers that are here)"
+        )
+
+    def heard(self, entry: WorkerEntry, message: Heartbeat) -> None:
+        entry.load, entry.counters = message.load, message.counters
+
+    def find(self, identity: bytes) -> WorkerEntry | None:
+        entry = self._by_identity.get(identity)
+        if entry is not None:
+            entry.last_heard = self._clock()
+        return entry
+
+    def remove(self, entry: WorkerEntry, why: str) -> None:
+        """Forgets a worker; everything bound to it is told."""
+        if self._by_identity.pop(entry.identity, None) is None:
+            return
+        log.log(
+            logging.WARNING if entry.bound else logging.INFO,
+            "%s left: %s; %d requests were bound to it",
+            entry.worker_id,
+            why,
+            len(entry.bound),
+        )
+        add_counters(self.departed, entry.counters)
+        for request in list(entry.bound.values()):
+            request.worker_lost(entry.worker_id)
+
+    def expire(self) -> None:
+        """Removes the workers that have been silent for too long."""
+        now = self._clock()
+        for entry in [e for e in self.entries() if now - e.last_heard > self._dead_s]:
+            self.remove(entry, f"silent for {now - entry.last_heard:.1f} s")
+
+    # ------------------------------------------------------------------ reading
+
+    def entries(self, *roles: Role) -> list[WorkerEntry]:
+        return [e for e in self._by_identity.values() if not roles or e.hello.role in roles]
+
+    def find_alive(self, entry: WorkerEntry) -> bool:
+        return self._by_identity.get(entry.identity) is entry
+
+    def by_id(self, worker_id: str) -> WorkerEntry | None:
+        return next((e for e in self._by_identity.values() if e.worker_id == worker_id), None)
+
+    def state(self, entry: WorkerEntry) -> str:
+        if entry.load.draining:
+            return "draining"
+        return "suspect" if self._clock() - entry.last_heard > self._suspect_s else "ready"
+
+    def views(self, *roles: Role) -> list[WorkerView]:
+        views = []
+        for entry in self.entries(*roles):
+            blocks = entry.load.blocks
+            views.append(
+                WorkerView(
+                    worker_id=entry.worker_id,
+                    usable=self.state(entry) == "ready",
+                    # Our own books are fresher than the last heartbeat; the heartbeat knows of other routers' work.
+                    outstanding_tokens=max(
+                        sum(entry.tokens_due.values()), entry.load.outstanding_prefill_tokens
+                    ),
+                    num_seqs=max(len(entry.bound), entry.load.running + entry.load.waiting),
+                    available_blocks=blocks.free + blocks.cached if blocks.total else entry.hello.num_blocks,
+                    total_blocks=entry.hello.num_blocks,
+                    last_chosen=entry.last_chosen,
+                )
+            )
+        return views
+
+    def chosen(self, worker_id: str) -> WorkerEntry | None:
+        entry = self.by_id(worker_id)
+        if entry is not None:
+            self._choices += 1
+            entry.last_chosen = self._choices
+        return entry
+
+    def layout(self) -> Layout | None:
+        """What all workers here have in common."""
+        return next((e.hello.layout for e in self._by_identity.values()), None)
+
+    @property
+    def context_len(self) -> int:
+        """Longest prompt + answer that every worker here can hold: the smallest limit on the path."""
+        return min([self._context_len, *(e.hello.max_model_len for e in self._by_identity.values())])
+
+    def not_ready(self) -> str | None:
+        """Why no request can be served now, or ``None``."""
+        usable = [e for e in self.entries() if self.state(e) == "ready"]
+        if not any(e.hello.role in ("decode", "colocated") for e in usable):
+            return "no_decode_worker" if self.entries("prefill") else "no_worker"
+        return None
+
+
+def add_counters(total: Counters, more: Counters) -> None:
+    for name in total.__struct_fields__:
+        value = getattr(more, name)
+        if isinstance(value, dict):
+            own = getattr(total, name)
+            for key, amount in value.items():
+                own[key] = own.get(key, 0) + amount
+        else:
+            setattr(total, name, getattr(total, name) + value)

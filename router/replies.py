@@ -1,0 +1,242 @@
+"""The shapes of answers, one :class:`Reply` an HTTP request; ``/v1/*`` are OpenAI's, ``/generate`` is ours.
+
+A stream is ``start() + delta(…)* + end(…)``, every choice ending with one ``delta`` that has a finish reason;
+a plain answer is ``whole(…)``. All give bytes ready to be written.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from typing import Any, Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+from pagerelay.common.wire.messages import FinishReason
+from pagerelay.router.sse import DONE, event, json_body
+from pagerelay.router.validate import Kind, ParsedRequest
+
+
+class Usage(Struct, frozen=True):
+    """``prompt_tokens`` counts each prompt once, however many choices answer it; ``completion_tokens`` all
+    choices.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+    @classmethod
+    def of(cls, prompt_tokens: int, completion_tokens: int) -> Usage:
+        return cls(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
+
+
+class Timings(Struct, frozen=True, kw_only=True):
+    """Milliseconds of one ``/generate`` request as the router saw them; ``None`` where a stage did not
+    happen.
+    """
+
+    queue_ms: float | None = None
+    prefill_ms: float | None = None
+    handover_ms: float | None = None
+    ttft_ms: float | None = None
+    total_ms: float | None = None
+    recoveries: int = 0
+
+
+class Output(Struct, frozen=True):
+    """One finished choice, whatever the endpoint."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+
+
+class Reply(ABC):
+    """Makes the answer of one request. ``index`` is a choice's number."""
+
+    prefix = ""
+
+    def __init__(self, model: str, include_usage: bool = False) -> None:
+        self.id = self.prefix + secrets.token_hex(12)
+        self.model = model
+        self.created = int(time.time())
+        self.include_usage = include_usage
+
+    def start(self, num_choices: int) -> bytes:
+        """What a stream sends before any token."""
+        return b""
+
+    @abstractmethod
+    def delta(
+        self, index: int, text: str, token_ids: list[int], finish_reason: FinishReason | None = None
+    ) -> bytes:
+        """New text and tokens of a choice; ``b""`` where the endpoint has nothing to say about them."""
+
+    @abstractmethod
+    def end(self, usage: Usage, timings: Timings) -> bytes:
+        """The end of a stream that went well."""
+
+    @abstractmethod
+    def whole(self, outputs: list[Output], usage: Usage, timings: Timings) -> bytes:
+        """The body of an answer without streaming; outputs in the order of their index."""
+
+
+# ------------------------------------------------------------------------------------------------ /generate
+
+
+class _Generated(Struct, frozen=True):
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+
+
+class _Generation(Struct, frozen=True):
+    id: str
+    model: str
+    choices: list[_Generated]
+    usage: Usage | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
+
+
+class GenerateReply(Reply):
+    """``{id, model, choices: [{index, text, token_ids, finish_reason}], usage, timings}``.
+
+    A stream sends the same shape: text and ids are the new ones; usage and timings come in a last event of no
+    choices.
+    """
+
+    prefix = "gen-"
+
+    def delta(
+        self, index: int, text: str, token_ids: list[int], finish_reason: FinishReason | None = None
+    ) -> bytes:
+        return event(_Generation(self.id, self.model, [_Generated(index, text, token_ids, finish_reason)]))
+
+    def end(self, usage: Usage, timings: Timings) -> bytes:
+        return event(_Generation(self.id, self.model, [], usage, timings)) + DONE
+
+    def whole(self, outputs: list[Output], usage: Usage, timings: Timings) -> bytes:
+        choices = [_Generated(o.index, o.text, o.token_ids, o.finish_reason) for o in outputs]
+        return json_body(_Generation(self.id, self.model, choices, usage, timings))
+
+
+# ------------------------------------------------------------------------------------------------ OpenAI
+
+
+class _TextChoice(Struct, frozen=True):
+    index: int
+    text: str
+    finish_reason: FinishReason | None
+    logprobs: None = None
+
+
+class _Turn(Struct, frozen=True):
+    role: Literal["assistant"]
+    content: str
+    refusal: None = None
+
+
+class _ChatChoice(Struct, frozen=True):
+    index: int
+    message: _Turn
+    finish_reason: FinishReason | None
+    logprobs: None = None
+
+
+class _ChatDelta(Struct, frozen=True):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class _ChatChunkChoice(Struct, frozen=True):
+    index: int
+    delta: _ChatDelta
+    finish_reason: FinishReason | None = None
+    logprobs: None = None
+
+
+class _OpenAi(Struct, frozen=True):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Any]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class _OpenAiReply(Reply):
+    kind = ""
+    chunk_kind = ""
+
+    def _chunk(self, choices: list[Any], usage: Usage | None = None) -> bytes:
+        shown = usage if self.include_usage else UNSET
+        return event(_OpenAi(self.id, self.chunk_kind, self.created, self.model, choices, shown))
+
+    def end(self, usage: Usage, timings: Timings) -> bytes:
+        return self._chunk([], usage) + DONE if self.include_usage else DONE
+
+    def whole(self, outputs: list[Output], usage: Usage, timings: Timings) -> bytes:
+        choices = [self._choice(output) for output in outputs]
+        return json_body(_OpenAi(self.id, self.kind, self.created, self.model, choices, usage))
+
+    @abstractmethod
+    def _choice(self, output: Output) -> Struct:
+        """A finished choice in the endpoint's shape."""
+
+
+class CompletionReply(_OpenAiReply):
+    prefix = "cmpl-"
+    kind = chunk_kind = "text_completion"
+
+    def delta(
+        self, index: int, text: str, token_ids: list[int], finish_reason: FinishReason | None = None
+    ) -> bytes:
+        if not text and finish_reason is None:
+            return b""
+        return self._chunk([_TextChoice(index, text, finish_reason)])
+
+    def _choice(self, output: Output) -> Struct:
+        return _TextChoice(output.index, output.text, output.finish_reason)
+
+
+class ChatReply(_OpenAiReply):
+    prefix = "chatcmpl-"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def start(self, num_choices: int) -> bytes:
+        first = _ChatDelta("assistant", "")
+        return b"".join(self._chunk([_ChatChunkChoice(index, first)]) for index in range(num_choices))
+
+    def delta(
+        self, index: int, text: str, token_ids: list[int], finish_reason: FinishReason | None = None
+    ) -> bytes:
+        chunk = self._chunk([_ChatChunkChoice(index, _ChatDelta(content=text))]) if text else b""
+        if finish_reason is not None:
+            chunk += self._chunk([_ChatChunkChoice(index, _ChatDelta(), finish_reason)])
+        return chunk
+
+    def _choice(self, output: Output) -> Struct:
+        return _ChatChoice(output.index, _Turn("assistant", output.text), output.finish_reason)
+
+
+_REPLIES: dict[Kind, type[Reply]] = {
+    "generate": GenerateReply,
+    "completions": CompletionReply,
+    "chat": ChatReply,
+}
+
+
+def reply_for(parsed: ParsedRequest) -> Reply:
+    """A fresh reply of the endpoint's shape, with an id of its own."""
+    return _REPLIES[parsed.kind](parsed.model, parsed.include_usage)
+
+
+def models_body(model: str, created: int, context_len: int) -> bytes:
+    """``GET /v1/models``"""
+    entry = {"id": model, "object": "model", "created": created, "owned_by": "pagerelay"}
+    return json_body({"object": "list", "data": [{**entry, "max_model_len": context_len}]})

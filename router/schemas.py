@@ -1,0 +1,192 @@
+"""What the three endpoints accept: one typed, bounded structure each. :mod:`validate` gives them one meaning.
+
+A field that is ``null`` is a field that is absent. An integer is a JSON number without fraction or exponent
+(``5.0`` and ``true`` are refused); of doubled keys the last one counts; fields that stand nowhere here are
+ignored.
+
+===============================  ===========================================================================
+field                            what happens
+===============================  ===========================================================================
+``model``                        honoured: exactly the served name; only ``/generate`` may leave it out
+``prompt``                       honoured: a text, a list of texts, token ids, or a list of lists of them
+``messages``                     honoured: roles system, developer (= system), user, assistant; ``content``
+                                 is a text, or text parts, joined by a newline; ``name`` is ignored
+``max_tokens``                   honoured, ≥ 1; what does not fit the context is cut to it without a word;
+                                 default: ``/generate`` 128, completions 16, chat all that fits
+``max_completion_tokens``        chat: honoured, beats ``max_tokens``
+``temperature``                  honoured, 0 to 100, default 1; below 1e-5 greedy, whatever the seed
+``top_p``                        honoured, above 0 to 1 (0 is refused), default 1
+``min_p``                        honoured, 0 to 1, default 0
+``top_k``                        honoured; -1 and 0 are off, which is the default
+``n``                            honoured, ≥ 1; prompts × n at most ``router.max_choices``
+``seed``                         honoured, any signed 64-bit integer; without one each choice draws its own
+``min_tokens``                   honoured, 0 to ``max_tokens``
+``ignore_eos``                   honoured
+``stop``                         honoured: at most 16 literal texts of 1 to 1,024 characters
+``stop_token_ids``               honoured: at most 128 ids of the vocabulary
+``include_stop_str_in_output``   honoured
+``skip_special_tokens``          honoured, default true
+``stream``, ``stream_options``   honoured; options (``include_usage``) only beside ``stream: true``
+``best_of``                      refused unless it equals ``n``
+all others in :data:`NOT_YET`    refused by name (``unsupported_parameter``) unless null or neutral
+``user``, unknown fields         ignored
+===============================  ===========================================================================
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+from msgspec import Meta, Struct
+
+INT32_MAX: Final = 2**31 - 1
+
+Tokens = Annotated[int, Meta(ge=1, le=INT32_MAX)]
+TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
+StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+
+MAX_MESSAGES: Final = 4096
+
+
+class StreamOptions(Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class Common(Struct, frozen=True, kw_only=True):
+    """The fields of every endpoint."""
+
+    model: str | None = None
+    user: str | None = None
+    max_tokens: Tokens | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=INT32_MAX)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
+    ignore_eos: bool | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    # Understood, and refused with any other value than the neutral one of NOT_YET.
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    length_penalty: Penalty | None = None
+    best_of: Annotated[int, Meta(ge=1, le=INT32_MAX)] | None = None
+    echo: Any = None
+    logprobs: Any = None
+    top_logprobs: Any = None
+    prompt_logprobs: Any = None
+    suffix: Any = None
+    logit_bias: Any = None
+    response_format: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+    use_beam_search: Any = None
+    chat_template: Any = None
+    chat_template_kwargs: Any = None
+    documents: Any = None
+    modalities: Any = None
+    audio: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    logits_processors: Any = None
+    truncate_prompt_tokens: Any = None
+    add_special_tokens: Any = None
+    add_generation_prompt: Any = None
+    continue_final_message: Any = None
+    prompt_embeds: Any = None
+    return_token_ids: Any = None
+    web_search_options: Any = None
+    kv_transfer_params: Any = None
+
+
+NOT_YET: Final[dict[str, tuple[Any, ...]]] = {
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "length_penalty": (1.0,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "suffix": ("",),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "use_beam_search": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "modalities": (["text"],),
+    "audio": (),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "logits_processors": ([],),
+    "truncate_prompt_tokens": (),
+    "add_special_tokens": (),  # neutral is what the endpoint does anyway: see validate
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "prompt_embeds": (),
+    "return_token_ids": (False,),
+    "web_search_options": (),
+    "kv_transfer_params": (),
+}
+"""Fields with a meaning that pagerelay does not have yet → the values (beside null) that mean the same as
+absence.
+"""
+
+Prompt = str | list[str | TokenId | list[TokenId]]
+
+
+class GenerateRequest(Common, frozen=True, kw_only=True):
+    """``POST /generate``"""
+
+    prompt: Prompt | None = None
+
+
+class CompletionRequest(Common, frozen=True, kw_only=True):
+    """``POST /v1/completions``"""
+
+    prompt: Prompt | None = None
+
+
+class ContentPart(Struct, frozen=True):
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(Struct, frozen=True):
+    role: str
+    content: str | list[ContentPart] | None = None
+    tool_calls: Any = None
+    function_call: Any = None
+
+
+class ChatRequest(Common, frozen=True, kw_only=True):
+    """``POST /v1/chat/completions``"""
+
+    messages: Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)] | None = None
+    max_completion_tokens: Tokens | None = None

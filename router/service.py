@@ -1,0 +1,166 @@
+"""What every route shares: the model's text side, the workers, the limits."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from pagerelay.common.config import Config
+from pagerelay.common.errors import ApiError, Overloaded, Unavailable
+from pagerelay.common.hashing import model_digest
+from pagerelay.common.wire.auth import CurveKeys
+from pagerelay.router.flow import FlowSettings, RequestFlow
+from pagerelay.router.links import WorkerLinks
+from pagerelay.router.metrics import RouterMetrics
+from pagerelay.router.model_files import ModelFiles
+from pagerelay.router.policy import LeastLoad, RoutingPolicy
+from pagerelay.router.registry import WorkerRegistry
+from pagerelay.router.text import Tokenizer
+from pagerelay.router.validate import Limits, ParsedRequest, check_prompts, finalize
+
+log = logging.getLogger(__name__)
+
+
+class RouterService:
+    """Created once; ``start`` before the first request, ``stop`` after the last."""
+
+    def __init__(self, config: Config, model: ModelFiles, keys: CurveKeys | None) -> None:
+        self.config = config
+        self.model = model
+        self.clock = time.monotonic
+        self.started_at = time.time()
+        self.tokenizer = Tokenizer.load(model.folder)
+        self.registry = WorkerRegistry(
+            model_digest=model_digest(model.folder),
+            clock=self.clock,
+            heartbeat_s=config.router.heartbeat_s,
+            dead_s=config.router.dead_after_s,
+            context_len=model.max_model_len,
+        )
+        self.metrics = RouterMetrics(self.registry)
+        self.links = WorkerLinks(self.registry, keys, self.metrics.dropped_messages.inc)
+        self.policy: RoutingPolicy = LeastLoad()
+        self.draining = False
+        self.running = 0
+        self._flow_settings = FlowSettings(
+            queue_timeout_s=config.router.queue_timeout_s,
+            stall_timeout_s=config.router.stall_timeout_s,
+            max_recoveries=config.router.max_recoveries,
+        )
+        self._orders = itertools.count(1)
+        self._encoders = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # ------------------------------------------------------------------ life
+
+    def start(self) -> None:
+        self._tasks = [
+            asyncio.create_task(self.links.receive_forever()),
+            asyncio.create_task(self.links.expire_forever(self.config.router.heartbeat_s / 2)),
+            asyncio.create_task(self._watch_lag()),
+        ]
+        for task in self._tasks:
+            task.add_done_callback(self._task_ended)
+
+    @staticmethod
+    def _task_ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            # Without this task no worker is heard: ending loudly beats answering nothing for ever.
+            log.critical("a task of the router failed", exc_info=task.exception())
+            raise SystemExit(1)
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.links.close()
+        self._encoders.shutdown(wait=False, cancel_futures=True)
+
+    async def _watch_lag(self) -> None:
+        while True:
+            before = self.clock()
+            await asyncio.sleep(0.5)
+            self.metrics.loop_lag.set(max(0.0, self.clock() - before - 0.5))
+
+    # ------------------------------------------------------------------ requests
+
+    def limits(self) -> Limits:
+        return Limits(
+            served_name=self.model.served_name,
+            vocab_size=self.model.vocab_size,
+            context_len=self.registry.context_len,
+            max_choices=self.config.router.max_choices,
+        )
+
+    def check_open(self) -> None:
+        """Raises where a new request cannot even be queued."""
+        if self.draining:
+            raise Unavailable("this server is shutting down", code="draining", retry_after_s=5)
+        if self.running >= self.config.router.max_requests:
+            raise Overloaded(
+                f"{self.running} requests are in the house already; try again later", retry_after_s=1
+            )
+        reason = self.registry.not_ready()
+        if reason is not None and not self.registry.entries("prefill"):
+            raise Unavailable("no worker is available", code=reason, retry_after_s=1)
+
+    async def encode(self, parsed: ParsedRequest, context_len: int) -> list[list[int]]:
+        """Token ids of every prompt, made off the event loop and checked against the context."""
+        loop = asyncio.get_running_loop()
+        if parsed.kind == "chat":
+            ids = [
+                await loop.run_in_executor(
+                    self._encoders, self.tokenizer.encode_chat, parsed.messages, context_len
+                )
+            ]
+        else:
+            ids = []
+            for prompt in parsed.prompts:
+                if isinstance(prompt, str):
+                    ids.append(
+                        await loop.run_in_executor(self._encoders, self.tokenizer.encode, prompt, context_len)
+                    )
+                else:
+                    ids.append(prompt)
+        check_prompts(parsed, ids, context_len)
+        return ids
+
+    def flows(self, parsed: ParsedRequest, prompts: list[list[int]], context_len: int) -> list[RequestFlow]:
+        """One flow a choice, in the order of their indexes."""
+        request = secrets.token_hex(12)
+        made = []
+        for index in range(parsed.num_choices):
+            prompt = prompts[index // parsed.n]
+            made.append(
+                RequestFlow(
+                    request_id=f"{request}-{index}",
+                    order=next(self._orders),
+                    prompt=prompt,
+                    sampling=finalize(parsed, len(prompt), context_len, index),
+                    links=self.links,
+                    policy=self.policy,
+                    metrics=self.metrics,
+                    settings=self._flow_settings,
+                    clock=self.clock,
+                )
+            )
+        return made
+
+
+def outcome(error: BaseException | None) -> str:
+    """The ``outcome`` label of a request's end."""
+    if error is None:
+        return "ok"
+    if isinstance(error, ApiError):
+        return (
+            "refused"
+            if error.status < 500 and error.status != 429
+            else "overloaded"
+            if error.status == 429
+            else "error"
+        )
+    return "aborted" if isinstance(error, asyncio.CancelledError | ConnectionError) else "error"

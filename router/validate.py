@@ -1,0 +1,262 @@
+"""A request body → one checked value, the same for all endpoints; nothing goes on that has not passed here.
+
+Three steps, each of which may raise an :class:`ApiError` and none of which has begun anything yet::
+
+    parsed = parse_request("chat", body, limits)      # types, bounds, unsupported fields, model name
+    ids = tokenizer.encode_chat(parsed.messages)      # text.py, off the event loop
+    check_prompts(parsed, [ids], limits.context_len)  # empty or too long prompts
+    sampling = finalize(parsed, len(ids), limits.context_len, choice_index)
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from typing import Any, Final, Literal, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from pagerelay.common.errors import ContextLengthExceeded, InvalidRequest, NotFound
+from pagerelay.common.wire.messages import SamplingParams
+from pagerelay.router.json_body import decode_body, object_keys
+from pagerelay.router.prompts import (
+    Message,
+    missing,
+    outside_vocabulary,
+    read_messages,
+    read_prompts,
+    unsupported,
+)
+from pagerelay.router.schemas import (
+    NOT_YET,
+    ChatRequest,
+    Common,
+    CompletionRequest,
+    GenerateRequest,
+)
+
+log = logging.getLogger(__name__)
+
+Kind = Literal["generate", "completions", "chat"]
+V = TypeVar("V")
+
+DEFAULT_MAX_TOKENS: Final[dict[Kind, int | None]] = {"generate": 128, "completions": 16, "chat": None}
+"""``None``: all that the context leaves."""
+GREEDY_BELOW: Final = 1e-5
+"""Temperatures under this are greedy: dividing by them would leave nothing but the largest logit anyway."""
+
+_generate = msgspec.json.Decoder(GenerateRequest)
+_completions = msgspec.json.Decoder(CompletionRequest)
+_chat = msgspec.json.Decoder(ChatRequest)
+
+
+class Limits(Struct, frozen=True, kw_only=True):
+    """What the running cluster allows."""
+
+    served_name: str
+    vocab_size: int
+    context_len: int
+    max_choices: int
+
+
+class ParsedRequest(Struct, frozen=True, kw_only=True):
+    """One request, checked. ``prompts`` has one entry a prompt; a chat has ``messages`` instead, and is one
+    prompt.
+    """
+
+    kind: Kind
+    model: str
+    prompts: list[str | list[int]]
+    messages: list[Message]
+    n: int
+    max_tokens: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int | None
+    min_tokens: int
+    ignore_eos: bool
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
+    stream: bool
+    include_usage: bool
+    user: str | None
+
+    @property
+    def num_prompts(self) -> int:
+        return 1 if self.kind == "chat" else len(self.prompts)
+
+    @property
+    def num_choices(self) -> int:
+        """Choice ``i`` answers prompt ``i // n``."""
+        return self.num_prompts * self.n
+
+
+def parse_request(kind: Kind, body: bytes, limits: Limits) -> ParsedRequest:
+    """Decodes and checks a body. Raises :class:`InvalidRequest`, or :class:`NotFound` for another model's
+    name.
+    """
+    request: GenerateRequest | CompletionRequest | ChatRequest
+    match kind:
+        case "generate":
+            request = decode_body(body, _generate)
+        case "completions":
+            request = decode_body(body, _completions)
+        case "chat":
+            request = decode_body(body, _chat)
+    if log.isEnabledFor(logging.DEBUG):
+        _log_unknown(body, request)
+    _check_model(request.model, kind, limits.served_name)
+    _refuse_unsupported(request, kind)
+    prompts: list[str | list[int]] = []
+    messages: list[Message] = []
+    if isinstance(request, ChatRequest):
+        messages = read_messages(request.messages)
+    else:
+        prompts = read_prompts(request.prompt, limits.vocab_size)
+    n = 1 if request.n is None else request.n
+    _check_choices(n, 1 if kind == "chat" else len(prompts), limits.max_choices)
+    max_tokens, min_tokens = _token_limits(request, kind)
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequest("stream_options is allowed only beside stream: true", param="stream_options")
+    stop_ids = tuple(dict.fromkeys(request.stop_token_ids or ()))
+    for position, token_id in enumerate(stop_ids):
+        if token_id >= limits.vocab_size:
+            raise outside_vocabulary(f"stop_token_ids[{position}]", token_id, limits.vocab_size)
+    stop = (request.stop,) if isinstance(request.stop, str) else tuple(dict.fromkeys(request.stop or ()))
+    return ParsedRequest(
+        kind=kind,
+        model=limits.served_name,
+        prompts=prompts,
+        messages=messages,
+        n=n,
+        max_tokens=max_tokens,
+        temperature=_or(request.temperature, 1.0),
+        top_k=max(_or(request.top_k, 0), 0),
+        top_p=_or(request.top_p, 1.0),
+        min_p=_or(request.min_p, 0.0),
+        seed=request.seed,
+        min_tokens=min_tokens,
+        ignore_eos=request.ignore_eos is True,
+        stop=stop,
+        stop_token_ids=stop_ids,
+        include_stop_str_in_output=request.include_stop_str_in_output is True,
+        skip_special_tokens=request.skip_special_tokens is not False,
+        stream=request.stream is True,
+        include_usage=request.stream_options is not None and request.stream_options.include_usage is True,
+        user=request.user,
+    )
+
+
+def check_prompts(parsed: ParsedRequest, token_ids: list[list[int]], context_len: int) -> None:
+    """All prompts of a request, tokenised: none empty, none that fills the context. Names the one that is."""
+    for index, ids in enumerate(token_ids):
+        param = "messages" if parsed.kind == "chat" else "prompt"
+        if parsed.num_prompts > 1:
+            param = f"prompt[{index}]"
+        if not ids:
+            raise InvalidRequest(f"{param} has no tokens", param=param, code="empty_prompt")
+        check_context(len(ids), context_len, param)
+
+
+def check_context(num_prompt_tokens: int, context_len: int, param: str | None = None) -> None:
+    """A prompt must leave room for one token. Raises :class:`ContextLengthExceeded` with both numbers."""
+    if num_prompt_tokens >= context_len:
+        raise ContextLengthExceeded(
+            f"the prompt has {num_prompt_tokens} tokens, "
+            f"but prompt and answer together have room for {context_len}; shorten the prompt",
+            param=param,
+        )
+
+
+def finalize(
+    parsed: ParsedRequest, num_prompt_tokens: int, context_len: int, choice_index: int
+) -> SamplingParams:
+    """The sampling of one choice (0 ≤ ``choice_index`` < ``num_choices``), its limits fitted to the context.
+
+    Given a seed, random numbers depend on (seed, ``choice_index % n``): a prompt of a batch is answered as if
+    alone. Without one each choice draws its own.
+    """
+    check_context(num_prompt_tokens, context_len)
+    room = context_len - num_prompt_tokens
+    max_tokens = room if parsed.max_tokens is None else min(parsed.max_tokens, room)
+    greedy = parsed.temperature < GREEDY_BELOW
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=0.0 if greedy else parsed.temperature,
+        top_k=0 if greedy else parsed.top_k,
+        top_p=1.0 if greedy else parsed.top_p,
+        min_p=0.0 if greedy else parsed.min_p,
+        seed=secrets.randbits(64) if parsed.seed is None else parsed.seed % 2**64,
+        choice=choice_index % parsed.n,
+        min_tokens=min(parsed.min_tokens, max_tokens),
+        ignore_eos=parsed.ignore_eos,
+        stop_token_ids=parsed.stop_token_ids,
+    )
+
+
+# ------------------------------------------------------------------------------------------------ parts
+
+
+def _or(value: V | None, default: V) -> V:
+    return default if value is None else value
+
+
+def _check_model(model: str | None, kind: Kind, served_name: str) -> None:
+    if model is None:
+        if kind != "generate":
+            raise missing("model")
+    elif model != served_name:
+        shown = ascii(model if len(model) <= 64 else model[:64] + "...")
+        message = f"no model {shown} here; this server has {served_name!r}"
+        raise NotFound(message, param="model", code="model_not_found")
+
+
+def _refuse_unsupported(request: Common, kind: Kind) -> None:
+    for name, neutral in NOT_YET.items():
+        value = getattr(request, name)
+        if value is None or any(_same(value, other) for other in neutral):
+            continue
+        if name == "add_special_tokens" and value is (kind != "chat"):
+            continue
+        raise unsupported(name, f"{name} is not supported with this value; leave it out")
+    if request.best_of is not None and request.best_of != _or(request.n, 1):
+        raise unsupported("best_of", "best_of is not supported unless it equals n")
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Equal and of one JSON type: 0 is not false, but 0 is 0.0."""
+    return isinstance(value, bool) is isinstance(other, bool) and bool(value == other)
+
+
+def _check_choices(n: int, num_prompts: int, max_choices: int) -> None:
+    if n * num_prompts > max_choices:
+        message = (
+            f"{num_prompts} prompts x {n} choices are more than the {max_choices} that one request may have"
+        )
+        raise InvalidRequest(message, param="n" if n > 1 else "prompt")
+
+
+def _token_limits(request: Common, kind: Kind) -> tuple[int | None, int]:
+    """(max_tokens, min_tokens), which must not contradict each other, the default included."""
+    name, given = "max_tokens", request.max_tokens
+    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+        name, given = "max_completion_tokens", request.max_completion_tokens
+    max_tokens = DEFAULT_MAX_TOKENS[kind] if given is None else given
+    min_tokens = _or(request.min_tokens, 0)
+    if max_tokens is not None and min_tokens > max_tokens:
+        default = " (the default)" if given is None else ""
+        message = f"min_tokens is {min_tokens}, above {name}, which is {max_tokens}{default}"
+        raise InvalidRequest(message, param="min_tokens")
+    return max_tokens, min_tokens
+
+
+def _log_unknown(body: bytes, request: Common) -> None:
+    unknown = sorted(set(object_keys(body)) - set(request.__struct_fields__))
+    if unknown:
+        shown = ", ".join(ascii(key[:40]) for key in unknown[:8])
+        log.debug("%d unknown fields ignored: %s", len(unknown), shown)

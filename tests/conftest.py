@@ -1,0 +1,45 @@
+"""Shared by all tests: model folders, a clean environment, skips for what this machine lacks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from pagerelay.common.config import DEFAULT_MODEL, Config
+from pagerelay.common.model.fetch import TINY_MODEL, resolve_model
+
+# A developer's own settings must not change what is tested. PAGERELAY_CACHE only says where models are.
+_SETTINGS = ("PAGERELAY_CONFIG", *(f"PAGERELAY_{section}_".upper() for section in Config.__struct_fields__))
+for name in [n for n in os.environ if f"{n}_".startswith(_SETTINGS) and n != "PAGERELAY_CACHE"]:
+    del os.environ[name]
+# Nothing in a test asks the model hub.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+settings.register_profile("pagerelay", deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True)
+settings.load_profile("pagerelay")
+
+
+@pytest.fixture(scope="session")
+def smollm_dir() -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face folder, fp32; fetched once per machine."""
+    return resolve_model(DEFAULT_MODEL, progress=print)
+
+
+@pytest.fixture(scope="session")
+def tiny_dir() -> Path:
+    """Two seeded random layers with SmolLM2's real tokenizer; see ``pagerelay.common.model.tiny``."""
+    return resolve_model(TINY_MODEL, progress=print)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    wanting_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not wanting_gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in wanting_gpu:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -1,0 +1,70 @@
+"""What a process loads: the router no tensors, nobody the folders under their bare names."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEAVY = {"torch", "transformers", "triton", "cupy"}
+
+
+def python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=cwd,
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "pagerelay.router.app",
+        "pagerelay.cli.main",
+        "pagerelay.bench.__main__",
+        "pagerelay.common.config",
+        "pagerelay.common.wire.messages",
+        "pagerelay.common.model.fetch",
+    ],
+)
+def test_a_light_module_loads_no_tensor_library(module: str, tmp_path: Path) -> None:
+    code = f"import sys, {module}; print(*{HEAVY} & set(sys.modules))"
+    done = python(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("name", ["kernels", "common", "router"])
+def test_no_folder_is_importable_under_its_bare_name(name: str) -> None:
+    done = python(f"import importlib.util; print(importlib.util.find_spec({name!r}))", ROOT)
+    assert done.stdout.strip() == "None", done.stderr
+
+
+@pytest.mark.parametrize("module", ["pagerelay.cli", "pagerelay.kernels", "pagerelay.common.wire"])
+def test_the_package_is_found_from_anywhere(module: str, tmp_path: Path) -> None:
+    done = python(f"import {module}; print({module}.__file__)", tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_command_and_the_load_generator_start_from_anywhere(tmp_path: Path) -> None:
+    for command in (["-m", "pagerelay.bench", "--help"], ["-m", "pagerelay.cli", "--help"]):
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONSAFEPATH": "1"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "usage" in done.stdout.lower()
