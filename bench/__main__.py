@@ -167,7 +167,10 @@ def _parser() -> argparse.ArgumentParser:
         "--stream-tokens", type=_whole(2, 10_000), default=200, help="tokens of each stream (200)"
     )
     router.add_argument(
-        "--step-ms", type=_above_0(1000), default=4.0, help="of the scripted decode worker, for tokens/s (4)"
+        "--step-ms",
+        type=_above_0(1000),
+        default=10.0,
+        help="of the scripted decode worker, for tokens/s (10)",
     )
     router.add_argument("--results", default="bench/results", metavar="DIR", help="folder of the report")
     return parser

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from pagerelay.bench.load import LoadOptions, Measured, measure
-from pagerelay.bench.report import ROWS, header, number, stamped, table, write_json
+from pagerelay.bench.report import ROWS, header, noise_note, number, stamped, table, write_json
 from pagerelay.bench.server import free_port, running, split_command
 from pagerelay.bench.stats import Figures, median, median_of, ratio
 from pagerelay.bench.workloads import Shape, Sizes
@@ -154,6 +154,9 @@ async def compare(options: CompareOptions) -> int:
     print(side_by_side(rounds, list(options.shapes)))
     if options.rounds > 1:
         print(f"\nmedian of {options.rounds} rounds (lowest-highest)")
+    done = [one.figures(name) for found in rounds.values() for one in found for name in options.shapes]
+    if note := noise_note(done):
+        print(note)
     servers = {
         name: {
             "median": {

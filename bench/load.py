@@ -12,7 +12,7 @@ from msgspec import Struct, field
 
 from pagerelay.bench.client import Api, Client, Target, open_session, served_model
 from pagerelay.bench.machine import Monitor
-from pagerelay.bench.report import figures_table, header, number, write_json
+from pagerelay.bench.report import figures_table, header, noise_note, number, write_json
 from pagerelay.bench.stats import Figures, Slo, figures, median_of, percentile, ratio, summarize
 from pagerelay.bench.workloads import Shape, Sizes, measure_sizes, random_words, run_shape
 
@@ -134,6 +134,8 @@ async def load(options: LoadOptions, label: str, json_path: str | None) -> int:
             f"{name} ≤ {number(value)} ms" for name, value in figures(options.slo).items() if value
         )
         print(f"goodput: requests with {limits}")
+    if note := noise_note(run.figures for one in measured.values() for run in one.runs):
+        print(note)
     if json_path:
         print(f"written: {write_json(json_path, header(label=label, options=options, workloads=measured))}")
     return 1 if any(one.failed for one in measured.values()) else 0

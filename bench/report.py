@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ ROWS: tuple[tuple[str, str], ...] = (
 )
 """Figure → label, in the order of the table. Figures without a row stand in the JSON only."""
 
+NOISE_CORES = 0.2
+
 
 def number(value: float | None) -> str:
     """Three digits that matter, thousands marked; ``-`` for no value."""
@@ -76,6 +78,14 @@ def figures_table(corner: str, columns: Mapping[str, Figures]) -> str:
         if any(column.get(name) is not None for column in columns.values())
     ]
     return table([corner, *columns], rows)
+
+
+def noise_note(found: Iterable[Figures]) -> str | None:
+    """A line for figures that were taken beside other work, or ``None``."""
+    most = max((figures.get("other_cores") or 0.0 for figures in found), default=0.0)
+    if most < NOISE_CORES:
+        return None
+    return f"noisy: other processes took up to {number(most)} cores; measure again on a quiet machine"
 
 
 def header(**fields: Any) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """``router``: the router alone. The real router process on one core; workers that compute nothing beside it.
 
-Four measurements, one after the other:
+Five measurements, one after the other:
 
 1. *idle*: one client, one stream at a time. TTFT with workers that answer at once is the router's own share.
 2. *short answers*: many clients, each answer whole (not streamed): requests a second.
-3. *streams*: many streams at once, one token each per step, the steps so short that the router can hardly
-   follow: streamed tokens a second.
-4. *moderate load*: about 32 streams, one token each every 20 ms. From the moment a token leaves the worker
+3. *streams*: many streams at once, one token each per step: streamed tokens a second.
+4. *flood*: the same with steps so short that no router can follow. A late router may put several tokens into
+   one chunk, which is cheaper by the token: ``tokens a chunk`` tells.
+5. *moderate load*: about 32 streams, one token each every 20 ms. From the moment a token leaves the worker
    to the moment its text reaches the client: the latency that the router adds. The client's own reading is
    in it.
 
@@ -28,13 +29,14 @@ from msgspec import Struct
 
 from pagerelay.bench.client import served_model
 from pagerelay.bench.phases import READY_S, Phase, Scripted, run_phase, scripted_workers
-from pagerelay.bench.report import header, number, stamped, table, write_json
+from pagerelay.bench.report import header, noise_note, number, stamped, table, write_json
 from pagerelay.bench.server import Server, free_port, running
 from pagerelay.bench.stats import Figures, ratio
 
 IDLE_REQUESTS = 200
 IDLE_TOKENS = 8
 SHORT_TOKENS = 4
+FLOOD_STEP_MS = 3.0
 MODERATE_STREAMS = 32
 MODERATE_TOKENS = 100
 MODERATE_STEP_MS = 20.0
@@ -61,6 +63,13 @@ class RouterOptions(Struct, frozen=True, kw_only=True):
                 count=self.streams,
                 tokens=self.stream_tokens,
                 step_ms=self.step_ms,
+                stream=True,
+            ),
+            "flood": Phase(
+                clients=self.streams,
+                count=self.streams,
+                tokens=self.stream_tokens,
+                step_ms=FLOOD_STEP_MS,
                 stream=True,
             ),
             "moderate load": Phase(
@@ -115,15 +124,14 @@ def phases_table(phases: dict[str, Figures]) -> str:
         for name, label in PHASE_ROWS
         if any(phase.get(name) is not None for phase in phases.values())
     ]
-    per_request = phases["short answers"].get("cpu_us_per_request")
-    per_token = phases["streams"].get("cpu_us_per_token")
-    lines = [
-        table(["router alone", *phases], rows),
-        "",
-        f"per core, from CPU time: {number(ratio(1e6, per_request))} short answers/s, "
-        f"{number(ratio(1e6, per_token))} streamed tokens/s",
+    short = number(ratio(1e6, phases["short answers"].get("cpu_us_per_request")))
+    streamed = [
+        f"{number(ratio(1e6, phases[name].get('cpu_us_per_token')))} streamed tokens/s "
+        f"({number(phases[name].get('tokens_per_piece'))} a chunk)"
+        for name in ("streams", "flood")
     ]
-    return "\n".join(lines)
+    per_core = f"per core, from CPU time: {short} short answers/s; {'; '.join(streamed)}"
+    return "\n".join([table(["router alone", *phases], rows), "", per_core])
 
 
 async def measure_router(options: RouterOptions) -> int:
@@ -159,6 +167,8 @@ async def measure_router(options: RouterOptions) -> int:
         finally:
             os.sched_setaffinity(0, set(cores))
     print(phases_table(figures))
+    if note := noise_note(figures.values()):
+        print(note)
     report = header(options=options, router_core=core, phases=figures)
     print(f"written: {write_json(stamped(options.results, 'router'), report)}")
     return 1 if any(one["failed"] or one["miscounted"] for one in figures.values()) else 0

@@ -25,6 +25,7 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
+from pagerelay.common.hashing import model_digest
 from pagerelay.common.wire import messages as wire
 from pagerelay.common.wire.codec import Decoder, encode
 
@@ -36,10 +37,11 @@ HELLO_EVERY_S = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What a router may ask of a model: its vocabulary size, its longest sequence, its end tokens, some
-    words.
+    """What a router may ask of a model: its identity, its vocabulary size, its longest sequence, its end
+    tokens, some words.
     """
 
+    digest: str
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
@@ -63,6 +65,7 @@ def read_model(folder: Path) -> Model:
         raise ValueError(f"{folder}: the tokenizer has no words that start with a space")
     eos = config.get("eos_token_id")
     return Model(
+        digest=model_digest(folder),
         vocab_size=int(config["vocab_size"]),
         max_model_len=int(config.get("max_position_embeddings", 4096)),
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
@@ -101,7 +104,7 @@ class Worker:
         self._id = f"scripted-{role}"
         self._incarnation = f"{os.getpid()}-{time.time_ns()}"
         self._layout = wire.Layout(
-            protocol=wire.PROTOCOL, model_digest="scripted", dtype="float32", block_size=BLOCK_SIZE,
+            protocol=wire.PROTOCOL, model_digest=model.digest, dtype="float32", block_size=BLOCK_SIZE,
             num_layers=1, num_kv_heads=1, head_dim=1, vocab_size=model.vocab_size,
         )  # fmt: skip
         self._pool = wire.PoolAddress(kind="tcp", num_blocks=NUM_BLOCKS, block_bytes=self._layout.block_bytes)
@@ -119,7 +122,8 @@ class Worker:
         self._next_beat = now + self._heartbeat_s
         if self.welcomed:
             blocks = wire.BlockCounts(total=NUM_BLOCKS, free=NUM_BLOCKS)
-            self._send(wire.Heartbeat(load=wire.Load(blocks=blocks, running=len(self.running))))
+            load = wire.Load(blocks=blocks, running=len(self.running))
+            self._send(wire.Heartbeat(load=load, counters=wire.Counters()))
             return
         hello = wire.Hello(
             worker_id=self._id, incarnation=self._incarnation, role=self.role, layout=self._layout,
@@ -149,11 +153,7 @@ class Worker:
                 case _:  # Beat, Drain: nothing to do
                     pass
 
-    def _delta(
-        self, request_id: str, attempt: int, index: int, last: int, marker: int, now_ns: int
-    ) -> wire.TokenDelta:
-        if marker < self._times.shape[0] and index < self._times.shape[1]:
-            self._times[marker, index] = now_ns
+    def _delta(self, request_id: str, attempt: int, index: int, last: int, marker: int) -> wire.TokenDelta:
         return wire.TokenDelta(
             request_id=request_id,
             attempt=attempt,
@@ -161,6 +161,10 @@ class Worker:
             token=self._model.words[(marker + index) % len(self._model.words)],
             finish_reason="length" if index >= last else None,
         )
+
+    def _note(self, marker: int, index: int, now_ns: int) -> None:
+        if marker < self._times.shape[0] and index < self._times.shape[1]:
+            self._times[marker, index] = now_ns
 
     def _prefill(self, job: wire.PrefillJob) -> None:
         self._leases += 1
@@ -173,21 +177,29 @@ class Worker:
         )
         self._send(started)
         last, marker = job.sampling.max_tokens - 1, job.sampling.seed
-        delta = self._delta(job.request_id, job.attempt, job.first_index, last, marker, time.monotonic_ns())
+        delta = self._delta(job.request_id, job.attempt, job.first_index, last, marker)
+        self._note(marker, job.first_index, time.monotonic_ns())
         self._send(wire.FirstToken(delta=delta, prefill_s=0.0, num_computed_tokens=len(job.token_ids)))
 
     def _start(self, job: wire.DecodeJob) -> None:
-        """Decoding begins after the token that the prefill worker gave; without one, with the first token
+        """Repeats the prefill worker's token, whose departure is noted already; without one, gives it
         itself.
         """
-        index = job.first_index + (job.handle is not None)
+        last, marker = job.sampling.max_tokens - 1, job.sampling.seed
+        first = self._delta(job.request_id, job.attempt, job.first_index, last, marker)
+        if job.handle is None:
+            self._note(marker, job.first_index, time.monotonic_ns())
         handed_over = wire.HandedOver(
-            request_id=job.request_id, attempt=job.attempt, transport="tcp", handover_s=0.0, num_bytes=0
+            request_id=job.request_id,
+            attempt=job.attempt,
+            first=first,
+            transport="tcp",
+            handover_s=0.0,
+            num_bytes=0,
         )
         self._send(handed_over)
-        last = job.sampling.max_tokens - 1
-        if index <= last:
-            self.running[job.request_id] = Running(job.attempt, index, last, job.sampling.seed)
+        if first.finish_reason is None:
+            self.running[job.request_id] = Running(job.attempt, job.first_index + 1, last, marker)
 
     def step(self) -> None:
         """One token to each running request, all in one message."""
@@ -196,9 +208,9 @@ class Worker:
         now_ns = time.monotonic_ns()
         deltas = []
         for request_id, request in list(self.running.items()):
-            deltas.append(
-                self._delta(request_id, request.attempt, request.index, request.last, request.marker, now_ns)
-            )
+            index, marker = request.index, request.marker
+            deltas.append(self._delta(request_id, request.attempt, index, request.last, marker))
+            self._note(marker, index, now_ns)
             request.index += 1
             if request.index > request.last:
                 del self.running[request_id]

@@ -1,7 +1,8 @@
 """``pagerelay up``: a whole cluster as child processes of this one.
 
-The children are in process groups of their own, so that Ctrl-C reaches only the launcher, which then drains them in
-order: router first, then the workers. A worker that ends by itself is started again, ever more slowly.
+The children are in process groups of their own, so that Ctrl-C reaches only the launcher, which then drains
+them in order: router first, then the workers. A worker that ends by itself is started again, ever more
+slowly.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import yaml
 from pagerelay.common.config import Config
 from pagerelay.common.errors import StartupError
 from pagerelay.common.model.fetch import resolve_model
+from pagerelay.common.segments import sweep_dead_segments
 from pagerelay.common.wire.address import parse
 
 START_TIMEOUT_S = 180.0
@@ -185,6 +187,8 @@ class LocalCluster:
         self._say(f"{child.name} ended (exit code {code}); starting it again")
         if len(child.restarts) == MAX_RESTARTS:
             self._say(f"{child.name}: this is its last restart for now; see its messages above")
+        if child.events in self._selector.get_map():
+            self._selector.unregister(child.events)
         os.close(child.events)
         child.process, child.events = self._popen(child.arguments)
         child.ready, child.buffer = None, b""
@@ -206,7 +210,8 @@ class LocalCluster:
     # ------------------------------------------------------------------ stop
 
     def stop(self) -> None:
-        """Drains: the router finishes its requests first, then the workers end. Interrupted again, ends them now."""
+        """Drains: the router finishes its requests first, then the workers end. Interrupted again, ends them
+        now."""
         router = [child for child in self.children if child.name == "router"]
         workers = [child for child in self.children if child.name != "router"]
         for group in (router, workers):
@@ -229,6 +234,7 @@ class LocalCluster:
             if child.process.poll() is None:
                 child.process.kill()
             child.process.wait()
+        sweep_dead_segments()  # a killed worker leaves its KV pool in memory
 
     def __enter__(self) -> LocalCluster:
         try:
@@ -251,6 +257,7 @@ def up(config: Config) -> int:
     """The command. Checks what it can before anything is started."""
     parse(config.router.workers_endpoint, "router.workers_endpoint")
     config.cluster_key()
+    resolve_model(config.model.path, progress=lambda line: print(line, file=sys.stderr, flush=True))
     cluster = LocalCluster(config)
 
     def interrupt(number: int, frame: object) -> None:

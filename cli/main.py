@@ -1,4 +1,5 @@
-"""Arguments → configuration → one of the commands. Errors a user can cause end in one line and an exit code."""
+"""Arguments → configuration → one of the commands. Errors a user can cause end in one line and an exit
+code."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import argparse
 import asyncio
 import os
 import sys
+from functools import partial
 
 from pagerelay.common.config import Config, load_config
 from pagerelay.common.errors import ConfigError, StartupError
@@ -116,7 +118,8 @@ def _config(arguments: argparse.Namespace) -> Config:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point. Exit codes: 0 done, 2 wrong configuration, 3 something needed is missing, 130 interrupted."""
+    """Entry point. Exit codes: 0 done, 2 wrong configuration, 3 something needed is missing, 130
+    interrupted."""
     # Workers share cores: an OpenMP thread that spins while it waits takes them from the others. Read by the
     # OpenMP library when torch loads it, which is after this line.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -153,22 +156,22 @@ def _run(arguments: argparse.Namespace, config: Config) -> int:
         from pagerelay.cli.local import up
 
         return up(config)
-    from pagerelay.cli.process import Announcer, die_with_parent
+    from pagerelay.cli.process import Announcer, die_with_parent, orphaned
     from pagerelay.common.model.fetch import resolve_model
 
     if arguments.parent_pid is not None:
         die_with_parent(arguments.parent_pid)
-    announce = Announcer(arguments.announce_fd)
+    announce, gone = Announcer(arguments.announce_fd), partial(orphaned, arguments.parent_pid)
     folder = resolve_model(
         config.model.path, progress=lambda line: announce({"event": "progress", "text": line})
     )
     if arguments.command == "router":
         from pagerelay.cli.serve import run_router
 
-        return asyncio.run(run_router(config, folder, announce))
+        return asyncio.run(run_router(config, folder, announce, gone))
     from pagerelay.cli.serve import run_worker
 
-    return asyncio.run(run_worker(arguments.command, config, folder, announce))
+    return asyncio.run(run_worker(arguments.command, config, folder, announce, gone))
 
 
 def _progress(line: str) -> None:

@@ -16,7 +16,8 @@ log = logging.getLogger("pagerelay.cli")
 
 
 class Announcer:
-    """Writes events as JSON lines to the descriptor that a launcher gave; without one, progress goes to the log."""
+    """Writes events as JSON lines to the descriptor that a launcher gave; without one, progress goes to the
+    log."""
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
@@ -34,7 +35,13 @@ class Announcer:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """The kernel sends SIGTERM when the launcher ends, however it ends; orphans do not drain (see ``orphaned``)."""
+    """The kernel sends SIGTERM when the launcher ends, however it ends; an orphan does not drain (see
+    ``orphaned``)."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent_pid:  # it ended before we asked
         raise SystemExit(130)
+
+
+def orphaned(parent_pid: int | None) -> bool:
+    """Has the launcher that started us gone? A service started by hand has none."""
+    return parent_pid is not None and os.getppid() != parent_pid

@@ -24,7 +24,7 @@ def curve_keys(config: Config) -> CurveKeys | None:
     return CurveKeys(key) if key is not None else None
 
 
-async def run_router(config: Config, folder: Path, announce: Announce) -> int:
+async def run_router(config: Config, folder: Path, announce: Announce, orphaned: Callable[[], bool]) -> int:
     """Serves HTTP until SIGTERM or SIGINT; drains; a second signal ends at once."""
     from aiohttp import web
 
@@ -47,13 +47,12 @@ async def run_router(config: Config, folder: Path, announce: Announce) -> int:
         await runner.cleanup()
         service.links.close()
         raise StartupError(
-            f"router.port: cannot listen on {settings.host}:{settings.port}: {os.strerror(error.errno or 0)}; "
-            f"give another with --port"
+            f"router.port: cannot listen on {settings.host}:{settings.port}: "
+            f"{os.strerror(error.errno or 0)}; give another with --port"
         ) from error
     service.start()
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
-    began_with = os.getppid()
 
     def signalled() -> None:
         if stopped.is_set():
@@ -67,13 +66,13 @@ async def run_router(config: Config, folder: Path, announce: Announce) -> int:
     announce(
         {
             "event": "ready",
-            "url": f"http://{settings.host if ':' not in settings.host else f'[{settings.host}]'}:{http_port}",
+            "url": join(settings.host, http_port).replace("tcp:", "http:"),
             "workers_endpoint": join(host, workers_port),
         }
     )
     await stopped.wait()
     service.draining = True
-    if service.running and os.getppid() == began_with:
+    if service.running and not orphaned():
         log.info("finishing %d requests, for at most %g s", service.running, settings.drain_s)
         deadline = loop.time() + settings.drain_s
         while service.running and loop.time() < deadline:
@@ -83,7 +82,9 @@ async def run_router(config: Config, folder: Path, announce: Announce) -> int:
     return 0
 
 
-async def run_worker(role: str, config: Config, folder: Path, announce: Announce) -> int:
+async def run_worker(
+    role: str, config: Config, folder: Path, announce: Announce, orphaned: Callable[[], bool]
+) -> int:
     """Loads the model and serves until SIGTERM or SIGINT."""
     keys = curve_keys(config)
     for endpoint in config.worker.routers:
@@ -96,10 +97,10 @@ async def run_worker(role: str, config: Config, folder: Path, announce: Announce
     if role == "prefill":
         from pagerelay.prefill_svc.worker import PrefillWorker
 
-        return await PrefillWorker(config, keys, parts).run(announce)
+        return await PrefillWorker(config, keys, parts).run(announce, orphaned)
     from pagerelay.decode_svc.worker import DecodeWorker
 
-    return await DecodeWorker(config, keys, parts, colocated=role == "colocated").run(announce)
+    return await DecodeWorker(config, keys, parts, colocated=role == "colocated").run(announce, orphaned)
 
 
 def choose_ops(config: Config, threads: int) -> Any:

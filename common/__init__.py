@@ -1,1 +1,2 @@
-"""What two or more services need: a light floor (no torch) and a heavy floor (KV pool, transports, engine)."""
+"""What two or more services need: a light floor (no torch) and a heavy floor (KV pool, transports,
+engine)."""

@@ -1,4 +1,5 @@
-"""One YAML file → frozen structs. Precedence: flag > environment > file > default; an unknown key is an error.
+"""One YAML file → frozen structs. Precedence: flag > environment > file > default; an unknown key is an
+error.
 
 Every field can be set in four ways, the same for all::
 
@@ -61,7 +62,8 @@ class EngineConfig(Section, frozen=True):
     max_batch_tokens: Annotated[int, Meta(ge=16)] = 256
     """Token budget of one step; longer prompts are computed in chunks of it."""
     threads: Positive | None = None
-    """CPU threads of a worker's model; default: cores divided by the workers of a local cluster, at least 1."""
+    """CPU threads of a worker's model; default: cores divided by the workers of a local cluster, at least
+    1."""
     cpu_ops: Literal["auto", "c", "torch"] = "auto"
     """Kernels on CPU: compiled C where a compiler is found (auto), C or an error, or torch's own."""
 
@@ -126,20 +128,22 @@ class Config(Section, frozen=True):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     def cluster_key(self) -> str | None:
-        """The cluster key from config or its file, or ``None``. Raises :class:`ConfigError` if the file is unusable."""
+        """The cluster key from config or its file, or ``None``. Raises :class:`ConfigError` if the file is
+        unusable."""
         if self.cluster.key:
-            return self.cluster.key
+            return _checked_key(self.cluster.key, "cluster.key")
         if not self.cluster.key_file:
             return None
         try:
             key = Path(self.cluster.key_file).read_text(encoding="utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"cluster.key_file {self.cluster.key_file} is not a text file") from error
         except OSError as error:
             raise ConfigError(
-                f"cluster.key_file {self.cluster.key_file}: {error.strerror}; make one with `pagerelay keygen > FILE`"
+                f"cluster.key_file {self.cluster.key_file}: {error.strerror}; "
+                "make one with `pagerelay keygen > FILE`"
             ) from error
-        if len(key) < 32:
-            raise ConfigError(f"cluster.key_file {self.cluster.key_file}: a key has at least 32 characters")
-        return key
+        return _checked_key(key, f"cluster.key_file {self.cluster.key_file}")
 
     def masked(self) -> dict[str, Any]:
         """The effective configuration for printing, secrets masked."""
@@ -149,13 +153,19 @@ class Config(Section, frozen=True):
         return shown
 
 
+def _checked_key(key: str, setting: str) -> str:
+    if len(key) < 32:
+        raise ConfigError(f"{setting}: a key has at least 32 characters; make one with `pagerelay keygen`")
+    return key
+
+
 class _UniqueKeyLoader(yaml.SafeLoader):
     """YAML in which a doubled key is an error, as it is nearly always a mistake."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"key {key!r} stands twice", key_node.start_mark
@@ -173,7 +183,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
         raise ConfigError(f"config file {path} is not UTF-8 text") from error
     try:
         data = yaml.load(text, _UniqueKeyLoader)  # noqa: S506 - a SafeLoader that also refuses doubled keys
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"config file {path}: {' '.join(str(error).split())}") from error
     if data is None:
         return {}
@@ -209,7 +219,7 @@ def _insert(tree: dict[str, Any], path: tuple[str, ...], value: str, source: str
         return
     try:
         node[path[-1]] = yaml.safe_load(value) if value.strip() else None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         node[path[-1]] = value
 
 
@@ -218,7 +228,8 @@ def load_config(
     flags: Mapping[str, str] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Config:
-    """Merges file, environment and flags (``{"engine.threads": "2"}``). Raises :class:`ConfigError` in one clear line."""
+    """Merges file, environment and flags (``{"engine.threads": "2"}``). Raises :class:`ConfigError` in one
+    clear line."""
     environ = os.environ if environ is None else environ
     file = file or environ.get("PAGERELAY_CONFIG") or None
     tree = _read_yaml(file) if file else {}
@@ -242,6 +253,7 @@ def load_config(
         and (tree["cluster"].get("prefill") or tree["cluster"].get("decode"))
     ):
         raise ConfigError(
-            "cluster: colocated workers do both jobs; set prefill and decode to 0 beside colocated, or drop it"
+            "cluster: colocated workers do both jobs; "
+            "set prefill and decode to 0 beside colocated, or drop it"
         )
     return config

@@ -50,7 +50,8 @@ class IllegalMove(PagerelayError):
 
 
 class ApiError(PagerelayError):
-    """Ends one request. ``status`` is the HTTP status, ``type``/``code``/``param`` follow OpenAI's error object."""
+    """Ends one request. ``status`` is the HTTP status, ``type``/``code``/``param`` follow OpenAI's error
+    object."""
 
     status = 500
     type = "internal_error"

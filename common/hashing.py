@@ -1,4 +1,5 @@
-"""Keys of the prefix cache and digests of models. Keyed 256-bit BLAKE2b; nothing here can be predicted by a client."""
+"""Keys of the prefix cache and digests of models. Keyed 256-bit BLAKE2b; nothing here can be predicted by a
+client."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from pathlib import Path
 
 
 class PrefixHasher:
-    """Chained digests of full blocks: a block's key covers its tokens, its whole past and the model's identity.
+    """Chained digests of full blocks: a block's key covers its tokens, its whole past and the model's
+    identity.
 
     The salt is random per process, so keys of one worker mean nothing to another and none can be guessed.
     """
@@ -33,10 +35,12 @@ class PrefixHasher:
 
 
 def model_digest(folder: Path) -> str:
-    """Identity of a model folder: its config and the name, size and edges of each weight file (not every byte of it).
+    """Identity of a model folder: its config and the name, size and edges of each weight file (not every byte
+    of it).
 
-    Two workers that load different weights must not pair. Hashing gigabytes at every start would cost more than it
-    protects: safetensors headers carry every tensor's name, shape and offset, and the last MiB carries weights.
+    Two workers that load different weights must not pair. Hashing gigabytes at every start would cost more
+    than it protects: safetensors headers carry every tensor's name, shape and offset, and the last MiB
+    carries weights.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name in ["config.json", "generation_config.json"]:

@@ -1,4 +1,5 @@
-"""The life of a request as drawn tables, one per role. A move that is not drawn raises :class:`IllegalMove`."""
+"""The life of a request as drawn tables, one per role. A move that is not drawn raises
+:class:`IllegalMove`."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ def _table(**moves: str) -> Table:
 
 
 ROUTER = _table(
-    QUEUED="PREFILLING HANDOFF FAILED ABORTED",  # HANDOFF at once: no prefill worker, the decode worker prefills
+    QUEUED="PREFILLING HANDOFF FAILED ABORTED",  # HANDOFF at once: there is no prefill worker
     PREFILLING="HANDOFF FINISHED RECOVERING FAILED ABORTED",
     HANDOFF="DECODING FINISHED RECOVERING FAILED ABORTED",
     DECODING="FINISHED RECOVERING FAILED ABORTED",

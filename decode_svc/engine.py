@@ -6,7 +6,8 @@ The life of a request here::
     RESERVED      blocks are its own (less those that the prefix cache has already)
     FETCHING      the worker copies P's blocks into them as P announces them
     READY         all copied, the lease confirmed: the KV is ours
-    RUNNING       one token a step; without a handle, straight from QUEUED: the prompt is computed here, in chunks
+    RUNNING       one token a step; without a handle, straight from QUEUED: the prompt is computed here, in
+    chunks
                   between the others' tokens
     FINISHED      its last token is out
     PREEMPTED     the youngest, when a block is missing for an older one: it recovers through the router
@@ -51,10 +52,13 @@ class DecodeEngine(EngineCore):
         self._queue: list[Sequence] = []
         self._handles: dict[str, KvHandle] = {}
         self._fetching: dict[str, Sequence] = {}
+        self._ending: set[int] = set()
+        """Given-up fetches whose copy may still run: their blocks are on their way back."""
         self._by_request: dict[str, Sequence] = {}
         self._deltas: dict[str, list[TokenDelta]] = {}
         self.cancelled_fetches: list[Sequence] = []
-        """Fetches that must be given up; the worker takes them from here and ends them with :meth:`fetch_ended`."""
+        """Fetches that must be given up; the worker takes them from here and ends them with
+        :meth:`fetch_ended`."""
         self.num_preempted = 0
         self.num_prompt_tokens_computed = 0
 
@@ -115,13 +119,15 @@ class DecodeEngine(EngineCore):
                     break
                 # A whole prompt found here needs only its commit: nothing is computed from it on this side.
                 cached = self.scheduler.match_prefix(seq, seq.num_tokens)
-                # Headroom: each running sequence may need a block soon, and preempting costs more than waiting.
+                # Headroom: each running sequence may need a block soon, and preempting costs more than
+                # waiting.
                 if not self.scheduler.reserve(seq, cached, headroom=held):
                     break
                 self._queue.pop(0)
                 seq.machine.move("RESERVED")
                 seq.machine.move("FETCHING")
                 self._fetching[seq.request_id] = seq
+                self.scheduler.num_elsewhere = len(self._fetching)
                 admitted.append(Intake(seq, self._handles.pop(seq.request_id), len(cached)))
         return admitted
 
@@ -140,6 +146,7 @@ class DecodeEngine(EngineCore):
             seq.machine.move("READY")
             seq.machine.move("RUNNING")
             del self._fetching[seq.request_id]
+            self.scheduler.num_elsewhere = len(self._fetching)
             seq.num_computed = seq.num_given
             self.scheduler.cache_full_blocks(seq)
             first = self._delta(seq, first_token, seq.next_index)
@@ -156,7 +163,8 @@ class DecodeEngine(EngineCore):
             self._outbox.to_router.append((seq.owner, handed))
 
     def fetch_pointless(self, seq: Sequence) -> None:
-        """The request ended on P, or was taken back there: the router knows, and its Abort may be under way."""
+        """The request ended on P, or was taken back there: the router knows, and its Abort may be under
+        way."""
         with self.lock:
             if not seq.doomed:
                 self._end(seq, "FETCH_FAILED")
@@ -169,11 +177,13 @@ class DecodeEngine(EngineCore):
                 self._end(seq, "FETCH_FAILED")
 
     def fetch_ended(self, seq: Sequence) -> None:
-        """No copy into the sequence's blocks is running any more: if it does not run by now they are given back."""
+        """No copy into the sequence's blocks is running any more: if it does not run by now they are given
+        back."""
         with self.lock:
             if seq.doomed:
                 self._give_back(seq)
                 seq.doomed = False
+            self._ending.discard(id(seq))
 
     # ------------------------------------------------------------------ the step
 
@@ -193,14 +203,14 @@ class DecodeEngine(EngineCore):
 
     def _sampled(self, seq: Sequence, token: int, index: int) -> None:
         reason = seq.finish_reason(token, index, self.facts.eos_token_ids, self.max_model_len)
-        if reason is None and seq.num_computed == seq.num_given:
+        if seq.num_computed == seq.num_given:
             # The prompt was computed here, this is its first token: there is no hand-over to tell of it.
             computed = seq.num_given - seq.num_cached
             self.num_prompt_tokens_computed += computed
             handed = HandedOver(
                 request_id=seq.request_id,
                 attempt=seq.attempt,
-                first=self._delta(seq, token, index),
+                first=self._delta(seq, token, index, reason),
                 transport="local",
                 handover_s=0.0,
                 num_bytes=0,
@@ -219,6 +229,8 @@ class DecodeEngine(EngineCore):
 
     def _short(self, seq: Sequence) -> bool:
         """Preempts the youngest that holds blocks, ``seq`` itself if that is the youngest."""
+        if self._ending:
+            return False  # blocks are on their way back: nobody else has to go
         victim = max((*self.scheduler.running, *self._fetching.values()), key=by_age)
         self.num_preempted += 1
         self._outbox.to_router.append(
@@ -230,7 +242,8 @@ class DecodeEngine(EngineCore):
         return not fetching and victim is not seq
 
     def _end(self, seq: Sequence, state: str) -> None:
-        """The one place where a request leaves: its blocks go back now, or when nobody touches them any more."""
+        """The one place where a request leaves: its blocks go back now, or when nobody touches them any
+        more."""
         seq.machine.move(state)
         del self._by_request[seq.request_id]
         self._handles.pop(seq.request_id, None)
@@ -238,7 +251,9 @@ class DecodeEngine(EngineCore):
             self._queue.remove(seq)
         elif seq.request_id in self._fetching:
             del self._fetching[seq.request_id]
+            self.scheduler.num_elsewhere = len(self._fetching)
             seq.doomed = True
+            self._ending.add(id(seq))
             self.cancelled_fetches.append(seq)
         else:
             self._leave(seq)

@@ -1,12 +1,12 @@
-"""Fetching one prompt's KV: while the prefill worker computes, its finished blocks are copied as it announces them.
+"""Fetching one prompt's KV: while the prefill worker computes, its finished blocks are copied as it announces
+them.
 
 1. ``Fetch`` opens the lease from the first block that is not here yet.
 2. ``Ready`` names blocks that are final; they are copied at once, into the blocks reserved for them.
 3. ``Commit`` says that all have been named, and brings the first token.
 4. ``Release(received)`` asks whether the lease stood until now; only ``Released(ok)`` makes the copy count.
 
-Whatever goes wrong raises :class:`TransferError`, and the request recovers elsewhere. A lease is renewed while we
-wait, so that a long queue on either side does not run it out.
+Whatever goes wrong raises :class:`TransferError`, and the request recovers elsewhere.
 """
 
 from __future__ import annotations
@@ -16,10 +16,21 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from pagerelay.common.errors import ConfigError, TransferError
 from pagerelay.common.kv.pool import KvPool
 from pagerelay.common.transport.base import TransferBackend
-from pagerelay.common.wire.messages import Commit, Fetch, LeaseLost, PoolAddress, Ready, Released, ToDecode
+from pagerelay.common.wire.messages import (
+    Commit,
+    Fetch,
+    LeaseLost,
+    PoolAddress,
+    Ready,
+    Release,
+    Released,
+    ToDecode,
+)
 from pagerelay.decode_svc.engine import Intake
 from pagerelay.decode_svc.peers import PeerLink
 
@@ -35,7 +46,8 @@ class Fetched:
     num_bytes: int
     num_blocks: int
     handover_s: float
-    """From the commit's arrival to the lease's confirmation: what the split adds after the prefill has ended."""
+    """From the commit's arrival to the lease's confirmation: what the split adds after the prefill has
+    ended."""
 
 
 class BackendChoice:
@@ -80,13 +92,16 @@ async def fetch_prompt(
     patience_s: float,
     clock: Callable[[], float],
 ) -> Fetched:
-    """Runs the protocol above for one reserved sequence. ``patience_s``: longest silence of the peer between renewals
-    and news; it must be shorter than the lease."""
+    """Runs the protocol above for one reserved sequence. ``patience_s``: longest silence of the peer between
+    renewals and news; it must be shorter than the lease."""
     handle, seq = intake.handle, intake.seq
     lease = handle.lease
     if handle.num_tokens != seq.num_given:
         raise TransferError(f"the lease covers {handle.num_tokens} tokens, the job has {seq.num_given}")
-    news = await link.open(Fetch(lease=lease, from_block=intake.from_block, layout=pool.layout))
+    fetch = Fetch(
+        lease=lease, incarnation=handle.incarnation, from_block=intake.from_block, layout=pool.layout
+    )
+    news = await link.open(fetch)
     missing = set(range(intake.from_block, len(seq.block_ids)))
     commit: Commit | None = None
     committed_at = 0.0
@@ -95,23 +110,26 @@ async def fetch_prompt(
     confirmed = False
     try:
         while missing or commit is None:
-            message = await _next(news, link, lease, patience_s)
+            again = msgspec.structs.replace(fetch, from_block=min(missing, default=len(seq.block_ids)))
+            message = await _next(news, link, again, patience_s)
             if isinstance(message, Ready):
-                span = range(message.first, message.first + len(message.block_ids))
-                if not missing.issuperset(span):
-                    raise TransferError("the peer announced blocks that were not asked for")
-                targets = [seq.block_ids[index] for index in span]
-                moved += await backend.fetch(link, lease, message.block_ids, pool.blocks, targets)
-                missing.difference_update(span)
+                if message.first + len(message.block_ids) > len(seq.block_ids):
+                    raise TransferError("the peer announced more blocks than the prompt has")
+                # What was announced twice, because we asked again, is copied once.
+                due = [(i, block) for i, block in enumerate(message.block_ids, message.first) if i in missing]
+                targets = [seq.block_ids[index] for index, _ in due]
+                moved += await backend.fetch(link, lease, [block for _, block in due], pool.blocks, targets)
+                missing.difference_update(index for index, _ in due)
             elif isinstance(message, Commit):
                 if message.num_tokens != seq.num_given:
                     raise TransferError(
                         f"the commit covers {message.num_tokens} tokens, {seq.num_given} are due"
                     )
                 commit, committed_at = message, clock()
-        await link.release(lease, received=True)
+        confirm = Release(lease=lease, received=True)
+        await link.send(confirm)
         while not confirmed:
-            message = await _next(news, link, lease, patience_s)
+            message = await _next(news, link, confirm, patience_s)
             if isinstance(message, Released):
                 if not message.ok:
                     raise TransferError("the lease ran out before the copy was confirmed")
@@ -120,18 +138,24 @@ async def fetch_prompt(
     finally:
         link.close_lease(lease)
         if not confirmed:
-            # Give the peer its blocks back now rather than when the lease runs out; if it is gone, that is that.
+            # Give the peer its blocks back now rather than when the lease runs out; if it is gone, that is
+            # that.
             with contextlib.suppress(TransferError):
                 await link.release(lease, received=False)
 
 
-async def _next(news: asyncio.Queue[ToDecode], link: PeerLink, lease: int, patience_s: float) -> ToDecode:
-    """The lease's next news, renewing it while there is none."""
+async def _next(
+    news: asyncio.Queue[ToDecode], link: PeerLink, question: Fetch | Release, patience_s: float
+) -> ToDecode:
+    """The lease's next news. When there is none for a while the question is asked again: it, or its answer,
+    may have been lost with a connection; asked twice it changes nothing, and it is a sign of life."""
     while True:
         try:
-            message = await asyncio.wait_for(news.get(), patience_s)
+            # Not wait_for: on Python 3.11 it can swallow a cancellation that comes together with the item.
+            async with asyncio.timeout(patience_s):
+                message = await news.get()
         except TimeoutError:
-            await link.renew([lease])
+            await link.send(question)
             continue
         if isinstance(message, LeaseLost):
             if message.ended:

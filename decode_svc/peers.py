@@ -1,12 +1,14 @@
-"""A decode worker's links to the prefill workers that it fetches from: one per peer process, opened on first use."""
+"""A decode worker's links to the prefill workers that it fetches from: one per peer process, opened on first
+use."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from pagerelay.common.errors import TransferError, WireError
 from pagerelay.common.wire.auth import CurveKeys
@@ -29,6 +31,9 @@ log = logging.getLogger(__name__)
 _decode: Decoder[ToDecode] = Decoder(ToDecode)
 
 
+Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+
+
 @dataclass(slots=True)
 class Inbox:
     """News about one lease. ``reads``: answers due for blocks asked for over the wire, in the order asked."""
@@ -40,7 +45,7 @@ class Inbox:
 class PeerLink:
     """The data link to one incarnation of one prefill worker."""
 
-    def __init__(self, handle: KvHandle, keys: CurveKeys | None) -> None:
+    def __init__(self, handle: KvHandle, keys: CurveKeys | None, spawn: Spawn) -> None:
         self.worker_id = handle.worker_id
         self.pool: PoolAddress = handle.pool
         self.last_used = 0.0
@@ -48,7 +53,7 @@ class PeerLink:
             handle.data_endpoint, secrets.token_bytes(16), keys, "the peer's data endpoint"
         )
         self._inboxes: dict[int, Inbox] = {}
-        self._task = asyncio.create_task(self._receive())
+        self._task = spawn(self._receive())
 
     @property
     def idle(self) -> bool:
@@ -63,7 +68,11 @@ class PeerLink:
     async def open(self, fetch: Fetch) -> asyncio.Queue[ToDecode]:
         """Begins to fetch a lease; its news come through the queue until :meth:`close_lease`."""
         inbox = self._inboxes[fetch.lease] = Inbox()
-        await self.send(fetch)
+        try:
+            await self.send(fetch)
+        except BaseException:
+            self.close_lease(fetch.lease)
+            raise
         return inbox.news
 
     def close_lease(self, lease: int) -> None:
@@ -115,13 +124,18 @@ class PeerLink:
         await asyncio.gather(self._task, return_exceptions=True)
         for lease in list(self._inboxes):
             self.close_lease(lease)
-        self._socket.close()
+        self._socket.close(linger_ms=0)
 
 
 class Peers:
-    """Opens a link to a peer when a handle first names it, and closes it when it has been idle for ``idle_s``."""
+    """Opens a link to a peer when a handle first names it, and closes it when it has been idle for
+    ``idle_s``."""
 
-    def __init__(self, keys: CurveKeys | None, clock: Callable[[], float], idle_s: float = 60.0) -> None:
+    def __init__(
+        self, keys: CurveKeys | None, clock: Callable[[], float], spawn: Spawn, idle_s: float = 60.0
+    ) -> None:
+        """``spawn`` starts a task whose failure does not go unnoticed."""
+        self._spawn = spawn
         self._keys = keys
         self._clock = clock
         self._idle_s = idle_s
@@ -130,7 +144,7 @@ class Peers:
     def link(self, handle: KvHandle) -> PeerLink:
         link = self._links.get(handle.incarnation)
         if link is None:
-            link = self._links[handle.incarnation] = PeerLink(handle, self._keys)
+            link = self._links[handle.incarnation] = PeerLink(handle, self._keys, self._spawn)
         link.last_used = self._clock()
         return link
 

@@ -49,7 +49,7 @@ class DecodeWorker(Worker):
         self._backends = (shm, TcpBackend(config.worker.tcp_window_blocks))
         self._choice = BackendChoice(config.worker.transport, *self._backends, probe=shm.attach)
         self._shm = shm
-        self._peers = Peers(keys, self.clock)
+        self._peers = Peers(keys, self.clock, self.task)
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._renewed_at = 0.0
 
@@ -156,8 +156,8 @@ class DecodeWorker(Worker):
                 log.debug("could not renew leases on %s: %s", handle.worker_id, error)
 
     async def _forget_idle_peers(self) -> None:
-        for link in await self._peers.close_idle():
-            self._shm.detach(link.pool)
+        await self._peers.close_idle()
+        self._shm.detach_gone()
 
     # ------------------------------------------------------------------ routers
 

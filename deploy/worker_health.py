@@ -1,4 +1,4 @@
-"""Exit 0 if a router counts the worker of this container among its live ones. Standard library only: it is cheap.
+"""Exit 0 if a router counts the worker of this container among its live ones. Cheap: standard library only.
 
 A worker has no HTTP of its own; what matters of it is that it answers the router's protocol, engine and all.
 """

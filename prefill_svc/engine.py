@@ -5,17 +5,19 @@ The life of a prompt here::
     WAITING    in order of arrival, until blocks for all of it are there
     COMPUTING  in chunks; PrefillStarted has told the router where its KV will be; a decode worker may already
                fetch: each chunk's full blocks are announced (Ready) when the chunk has been computed
-    LEASED     the first token is sampled and sent to the router; the rest of the blocks and the token (Commit) to D
-    RELEASED   D has confirmed its copy, or the first token ended the answer
-    EXPIRED    nobody gave a sign of life for lease_s; a late confirmation gets Released(ok=False)
-    ABORTED    the router took it back
+    LEASED     the first token is sampled and sent to the router; the rest of the blocks and the token
+    (Commit) to D RELEASED   D has confirmed its copy, or the first token ended the answer EXPIRED    nobody
+    gave a sign of life for lease_s; a late confirmation gets Released(ok=False) ABORTED    the router took it
+    back
 
-A lease exists from COMPUTING on; it has no deadline until the KV is complete, because computing is a sign of life.
+A lease exists from COMPUTING on; it has no deadline until the KV is complete, because computing is a sign of
+life.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from pagerelay.common.engine.core import EngineCore, EngineLimits
@@ -59,11 +61,13 @@ class PrefillEngine(EngineCore):
         pool: KvPool,
         limits: EngineLimits,
         *,
+        incarnation: str,
         lease_s: float,
         handle: Callable[[int, int], KvHandle],
     ) -> None:
         """``handle(lease, num_tokens)`` makes the handle that tells a decode worker where to fetch."""
         super().__init__(runner, facts, pool, limits)
+        self._incarnation = incarnation
         self._lease_s = lease_s
         self._handle = handle
         self._last_lease = 0
@@ -78,13 +82,14 @@ class PrefillEngine(EngineCore):
     # ------------------------------------------------------------------ from the router
 
     def submit(self, owner: str, job: PrefillJob) -> None:
-        """Queues a prompt; one that can never fit is refused at once. A newer attempt replaces an older one."""
+        """Queues a prompt; one that can never fit is refused at once. A newer attempt replaces an older
+        one."""
         with self.lock:
             known = self._by_request.get(job.request_id)
             if known is not None:
                 if known.attempt >= job.attempt:
                     return
-                self._end(known, "ABORTED")
+                self._end(known, "ABORTED", "a newer attempt took its place")
             seq = Sequence(
                 owner=owner,
                 request_id=job.request_id,
@@ -96,7 +101,9 @@ class PrefillEngine(EngineCore):
                 machine=Machine(PREFILL, "WAITING"),
             )
             if not 1 <= len(job.token_ids) <= self.max_model_len:
-                message = f"{len(job.token_ids)} tokens do not fit this worker's limit of {self.max_model_len}"
+                message = (
+                    f"{len(job.token_ids)} tokens do not fit this worker's limit of {self.max_model_len}"
+                )
                 self._tell_failed(seq, "too_long", message, retryable=False)
                 return
             self._by_request[job.request_id] = seq
@@ -110,7 +117,8 @@ class PrefillEngine(EngineCore):
                 self._end(seq, "ABORTED", "the request was taken back")
 
     def drop_owner(self, owner: str) -> int:
-        """The router is gone: nobody waits for its prompts. Leases that D may still fetch are given up too."""
+        """The router is gone: nobody waits for its prompts. Leases that D may still fetch are given up
+        too."""
         with self.lock:
             orphans = [seq for seq in self._by_request.values() if seq.owner == owner]
             for seq in orphans:
@@ -120,13 +128,18 @@ class PrefillEngine(EngineCore):
     # ------------------------------------------------------------------ from decode workers
 
     def fetch(self, peer: bytes, message: Fetch, now: float) -> None:
-        """A decode worker begins to fetch; tells it all that is ready. A second fetch of a lease replaces the first."""
+        """A decode worker begins to fetch; tells it all that is ready. A second fetch of a lease replaces the
+        first."""
         with self.lock:
             self.now = now
+            if message.incarnation != self._incarnation:
+                reason = "the worker that gave this lease is gone"
+                self._outbox.to_peer.append((peer, LeaseLost(lease=message.lease, reason=reason)))
+                return
             lease = self.leases.get(message.lease)
             if lease is None:
-                # It ended (its first token was its last, or it was taken back) before D came, or ran out: the router
-                # knows in either case.
+                # It ended (its first token was its last, or it was taken back) before D came, or ran out: the
+                # router knows in either case.
                 lost = LeaseLost(lease=message.lease, reason="there is no such lease any more", ended=True)
                 self._outbox.to_peer.append((peer, lost))
                 return
@@ -158,7 +171,8 @@ class PrefillEngine(EngineCore):
                     self._touch(self.leases[lease_id])
 
     def release(self, peer: bytes, lease_id: int, received: bool) -> None:
-        """D has its copy (answered: did the lease stand until now?) or does not want it any more (not answered)."""
+        """D has its copy (answered: did the lease stand until now?) or does not want it any more (not
+        answered)."""
         with self.lock:
             lease = self.leases.get(lease_id)
             mine = lease is not None and lease.peer == peer
@@ -179,7 +193,9 @@ class PrefillEngine(EngineCore):
                 self.expired += 1
                 seq = lease.seq
                 self._end(seq, "EXPIRED", f"no sign of life for {self._lease_s:g} s")
-                self._tell_failed(seq, "lease_expired", "the prompt's KV was not fetched in time", retryable=True)
+                self._tell_failed(
+                    seq, "lease_expired", "the prompt's KV was not fetched in time", retryable=True
+                )
 
     # ------------------------------------------------------------------ the step's callbacks
 
@@ -234,14 +250,17 @@ class PrefillEngine(EngineCore):
             lease.deadline = self.now + self._lease_s
 
     def _announce(self, lease: Lease) -> None:
-        """Tells the peer every block that is final and that it does not know of, and the commit at the end."""
+        """Tells the peer every block that is final and that it does not know of, and the commit at the
+        end."""
         if lease.peer is None:
             return
         done = lease.first_token is not None
         ready = len(lease.seq.block_ids) if done else lease.seq.num_computed // self.limits.block_size
         if ready > lease.announced:
             ids = lease.seq.block_ids[lease.announced : ready]
-            self._outbox.to_peer.append((lease.peer, Ready(lease=lease.id, first=lease.announced, block_ids=ids)))
+            self._outbox.to_peer.append(
+                (lease.peer, Ready(lease=lease.id, first=lease.announced, block_ids=ids))
+            )
             lease.announced = ready
         if lease.first_token is not None:
             commit = Commit(lease=lease.id, num_tokens=lease.num_tokens, first_token=lease.first_token)
@@ -257,7 +276,9 @@ class PrefillEngine(EngineCore):
             del self.leases[lease.id]
             if reason is not None and lease.peer is not None:
                 ended = state in ("RELEASED", "ABORTED")
-                self._outbox.to_peer.append((lease.peer, LeaseLost(lease=lease.id, reason=reason, ended=ended)))
+                self._outbox.to_peer.append(
+                    (lease.peer, LeaseLost(lease=lease.id, reason=reason, ended=ended))
+                )
         if leased:
             self.blocks.drop(seq.block_ids, "leased")
             seq.block_ids = []
@@ -265,6 +286,10 @@ class PrefillEngine(EngineCore):
             self._leave(seq)
 
     # ------------------------------------------------------------------ reading
+
+    def knows(self, request_id: str) -> bool:
+        with self.lock:
+            return request_id in self._by_request
 
     def outstanding_tokens(self) -> int:
         """Prompt tokens accepted and not yet computed."""

@@ -1,11 +1,12 @@
 """The prefill worker's process: jobs from routers, KV to decode workers.
 
-Its data link serves two kinds of messages to decode workers: the talk about leases (Fetch, Renew, Release) and, for
-those that cannot map its memory, the blocks themselves (Read), sent straight from the pool.
+Its data link serves two kinds of messages to decode workers: the talk about leases (Fetch, Renew, Release)
+and, for those that cannot map its memory, the blocks themselves (Read), sent straight from the pool.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
@@ -58,11 +59,15 @@ class PrefillWorker(Worker):
             parts.facts,
             parts.pool,
             parts.limits,
+            incarnation=self.incarnation,
             lease_s=config.worker.lease_s,
             handle=self._handle,
         )
+        self._serving: asyncio.Task[None] | None = None
         self._times: dict[str, float] = {}
-        """request_id → when it was accepted, later when its prefill began; for durations only."""
+        """request_id → when it was accepted; for durations only."""
+        self._began: dict[str, float] = {}
+        """request_id → when its prefill began."""
 
     def _handle(self, lease: int, num_tokens: int) -> KvHandle:
         return KvHandle(
@@ -86,10 +91,11 @@ class PrefillWorker(Worker):
             else address.address_towards(settings.routers[0])
         )
         self._endpoint = address.join(host, port)
-        self.data_task = self.task(self._serve())
+        self._serving = self.task(self._serve())
 
     async def stop_data_link(self) -> None:
-        self.data_task.cancel()
+        if self._serving is not None:
+            self._serving.cancel()
         self._data.close()
         self._parts.backend.close()
 
@@ -115,10 +121,12 @@ class PrefillWorker(Worker):
             self.flush()
 
     async def _send_blocks(self, peer: bytes, message: Read) -> None:
-        """Sends blocks from the pool without a copy: the lease keeps them, and a copy made of a block that was given
-        up meanwhile never counts, because its lease is not confirmed."""
+        """Sends blocks from the pool without a copy: the lease keeps them, and a copy made of a block that
+        was given up meanwhile never counts, because its lease is not confirmed."""
         if not self.engine.may_read(peer, message.lease, message.block_ids, self.clock()):
-            await self.send_to_peer(peer, LeaseLost(lease=message.lease, reason="no such lease"))
+            await self.send_to_peer(
+                peer, LeaseLost(lease=message.lease, reason="there is no such lease any more", ended=True)
+            )
             return
         header = encode(Blocks(lease=message.lease, block_ids=message.block_ids))
         try:
@@ -132,6 +140,9 @@ class PrefillWorker(Worker):
             await self._data.send(peer, encode(message))
         except PeerUnreachable:
             self.message_dropped()  # its lease will run out
+
+    def after_step(self) -> None:
+        pass  # decode workers come by themselves
 
     # ------------------------------------------------------------------ routers
 
@@ -157,7 +168,6 @@ class PrefillWorker(Worker):
             self._times[message.request_id] = self.clock()
             self.engine.submit(router_id, message)
         elif isinstance(message, Abort):
-            self._times.pop(message.request_id, None)
             self.engine.abort(message.request_id, message.attempt)
         elif isinstance(message, Drain):
             self.begin_drain(message)
@@ -169,11 +179,11 @@ class PrefillWorker(Worker):
     def outgoing(self, message: Message) -> Message:
         now = self.clock()
         if isinstance(message, PrefillStarted):
-            since = self._times.get(message.request_id, now)
-            self._times[message.request_id] = now
+            since = self._times.pop(message.request_id, now)
+            self._began[message.request_id] = now
             return msgspec.structs.replace(message, queued_s=now - since)
         if isinstance(message, FirstToken):
-            since = self._times.pop(message.delta.request_id, now)
+            since = self._began.pop(message.delta.request_id, now)
             return msgspec.structs.replace(message, prefill_s=now - since)
         return message
 
@@ -181,7 +191,12 @@ class PrefillWorker(Worker):
         return self.engine.drop_owner(router_id)
 
     def tick(self) -> None:
-        self.engine.expire(self.clock())
+        now = self.clock()
+        self.engine.expire(now)
+        # Requests that were taken back or failed leave their times behind.
+        for times in (self._times, self._began):
+            for request_id in [r for r, at in times.items() if now - at > 3600 or not self.engine.knows(r)]:
+                del times[request_id]
         self.counters.leases_expired = self.engine.expired
         self.counters.prompt_tokens_cached = self.engine.num_prompt_tokens_cached
         self.wake()

@@ -1,4 +1,5 @@
-"""From a checked request to its answer: choices run side by side, their text comes out as one ordered stream."""
+"""From a checked request to its answer: choices run side by side, their text comes out as one ordered
+stream."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class Choice:
 
 
 class Answer:
-    """The cancel scope of one HTTP request: whatever ends it, :meth:`close` releases every worker exactly once."""
+    """The cancel scope of one HTTP request: whatever ends it, :meth:`close` releases every worker exactly
+    once."""
 
     def __init__(
         self,
@@ -56,7 +58,8 @@ class Answer:
         service.metrics.prompt_tokens.inc(self._prompt_tokens)
 
     async def pieces(self) -> AsyncIterator[Piece | None]:
-        """Pieces as they come; ``None`` whenever nothing came for ``keepalive_s``. Raises what ended a choice."""
+        """Pieces as they come; ``None`` whenever nothing came for ``keepalive_s``. Raises what ended a
+        choice."""
         self._tasks = [asyncio.create_task(self._run(choice)) for choice in self.choices]
         left = len(self.choices)
         while left:
@@ -64,7 +67,8 @@ class Answer:
                 item = self._pieces.get_nowait()
             except asyncio.QueueEmpty:
                 try:
-                    item = await asyncio.wait_for(self._pieces.get(), self._service.config.router.keepalive_s)
+                    async with asyncio.timeout(self._service.config.router.keepalive_s):
+                        item = await self._pieces.get()
                 except TimeoutError:
                     yield None
                     continue
@@ -124,13 +128,16 @@ class Answer:
             choice.token_ids += fresh
             choice.parts.append("".join(text))
             choice.finish_reason = reason
+            if reason is not None:
+                await choice.flow.close()  # after a stop string the worker does not know yet that it is over
             self._pieces.put_nowait(Piece(choice.index, choice.parts[-1], fresh, reason))
 
     async def close(self) -> None:
         """Safe to call at any time; after it no worker holds anything for this request."""
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks:
+            await asyncio.wait(self._tasks)
         for choice in self.choices:
             await choice.flow.close()
 

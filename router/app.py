@@ -1,4 +1,5 @@
-"""HTTP: routes, and how an answer is written. Everything that is known before the first token is a plain status."""
+"""HTTP: routes, and how an answer is written. Everything that is known before the first token is a plain
+status."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 from pagerelay.common.errors import ApiError, DeadlineExceeded, NotFound, PayloadTooLarge
-from pagerelay.router.answer import Answer
+from pagerelay.router.answer import Answer, Piece
 from pagerelay.router.replies import Reply, models_body, reply_for
 from pagerelay.router.service import RouterService, outcome
 from pagerelay.router.sse import HEADERS, KEEPALIVE, error_event, json_body
@@ -19,6 +20,8 @@ from pagerelay.router.validate import Kind, parse_request
 
 log = logging.getLogger(__name__)
 SERVICE = web.AppKey("service", RouterService)
+
+BODY_TIMEOUT_S = 30.0
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -72,103 +75,119 @@ def generation(kind: Kind) -> Handler:
 
 async def _generate(service: RouterService, request: web.Request, kind: Kind) -> web.StreamResponse:
     service.check_open()
-    body = await _body(service, request)
-    limits = service.limits()
-    parsed = parse_request(kind, body, limits)
     service.running += 1
     service.metrics.running.set(service.running)
+    seconds = service.config.router.request_timeout_s
+    deadline = asyncio.get_running_loop().time() + seconds
     try:
-        async with asyncio.timeout(service.config.router.request_timeout_s):
+        parsed = parse_request(kind, await _body(request), limits := service.limits())
+        async with asyncio.timeout_at(deadline):
             prompts = await service.encode(parsed, limits.context_len)
-            answer = Answer(service, parsed, prompts, service.flows(parsed, prompts, limits.context_len))
-            reply = reply_for(parsed)
-            async with _closing(answer):
-                if parsed.stream:
-                    return await _stream(service, request, answer, reply)
-                async for _ in answer.pieces():
-                    pass
-                whole = reply.whole(answer.outputs(), answer.usage(), answer.timings())
-                service.metrics.requests.labels(route=request.path, outcome="ok").inc()
-                return json_response(whole, headers={"X-Request-Id": reply.id})
+        answer = Answer(service, parsed, prompts, service.flows(parsed, prompts, limits.context_len))
+        reply = reply_for(parsed)
+        async with _closing(answer):
+            pieces = answer.pieces()
+            async with asyncio.timeout_at(deadline):
+                # Whatever fails before the first token is a plain status, with and without streaming.
+                first = await anext(pieces)
+                if not parsed.stream:
+                    async for _ in pieces:
+                        pass
+            if parsed.stream:
+                return await _stream(service, request, answer, reply, first, pieces, deadline)
+            body = reply.whole(answer.outputs(), answer.usage(), answer.timings())
+            service.metrics.requests.labels(route=request.path, outcome="ok").inc()
+            return json_response(body, headers={"X-Request-Id": reply.id})
     except TimeoutError:
-        seconds = service.config.router.request_timeout_s
-        raise DeadlineExceeded(f"the request took longer than {seconds:g} s") from None
+        raise _too_long(seconds) from None
     finally:
         service.running -= 1
         service.metrics.running.set(service.running)
 
 
+def _too_long(seconds: float) -> DeadlineExceeded:
+    return DeadlineExceeded(f"the request took longer than {seconds:g} s")
+
+
 @contextlib.asynccontextmanager
 async def _closing(answer: Answer) -> AsyncIterator[None]:
-    """Releases the workers also when the client's disconnect cancels us: the release itself is not cancelled."""
+    """Releases the workers also when the client's disconnect cancels us: the release itself is not
+    cancelled."""
     try:
         yield
     finally:
         await asyncio.shield(asyncio.ensure_future(answer.close()))
 
 
-async def _body(service: RouterService, request: web.Request) -> bytes:
+async def _body(request: web.Request) -> bytes:
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-        error = PayloadTooLarge("compressed bodies are not accepted", code="unsupported_encoding")
+        error: ApiError = PayloadTooLarge("compressed bodies are not accepted", code="unsupported_encoding")
         error.status = 415
         raise error
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(BODY_TIMEOUT_S):
             return await request.read()
     except TimeoutError:
-        error = DeadlineExceeded("the body did not arrive within 30 s", code="body_timeout")
+        error = DeadlineExceeded(f"the body did not arrive within {BODY_TIMEOUT_S:g} s", code="body_timeout")
         error.status = 408
         raise error from None
 
 
 async def _stream(
-    service: RouterService, request: web.Request, answer: Answer, reply: Reply
+    service: RouterService,
+    request: web.Request,
+    answer: Answer,
+    reply: Reply,
+    first: Piece | None,
+    pieces: AsyncIterator[Piece | None],
+    deadline: float,
 ) -> web.StreamResponse:
-    """Server-sent events. The status line waits for the first token or error, but no longer than the keep-alive."""
-    pieces = answer.pieces()
-    first = await anext(pieces)  # an error before any token is raised here and answered as a plain status
+    """Server-sent events. The status line has waited for the first token or error, or for the keep-alive's
+    time; what goes wrong from here on is an event of its own, and then the stream closes."""
     response = web.StreamResponse(headers={**HEADERS, "X-Request-Id": reply.id})
     await response.prepare(request)
+    out = [reply.start(len(answer.choices)), _chunk(reply, first)]
     ended: BaseException | None = None
     try:
-        out = [
-            reply.start(len(answer.choices)),
-            KEEPALIVE
-            if first is None
-            else reply.delta(first.index, first.text, first.token_ids, first.finish_reason),
-        ]
-        await _write(service, response, b"".join(out))
-        out.clear()
-        async for piece in pieces:
-            if piece is None:
-                out.append(KEEPALIVE)
-            else:
-                out.append(reply.delta(piece.index, piece.text, piece.token_ids, piece.finish_reason))
-                if answer.more_waiting():
-                    continue  # several tokens are here: one write carries them all
-            await _write(service, response, b"".join(out))
-            out.clear()
+        async with asyncio.timeout_at(deadline):
+            await _write(service, response, out)
+            async for piece in pieces:
+                out.append(_chunk(reply, piece))
+                if not answer.more_waiting():  # several tokens are here: one write carries them all
+                    await _write(service, response, out)
         out.append(reply.end(answer.usage(), answer.timings()))
-        await _write(service, response, b"".join(out))
     except ApiError as error:
         ended = error
-        await _write(service, response, b"".join(out) + error_event(error))
-    except (ConnectionError, asyncio.CancelledError) as error:
-        ended = error
-        raise
-    except Exception as error:
-        ended = error
+    except TimeoutError:
+        ended = _too_long(service.config.router.request_timeout_s)
+    except ConnectionError as error:
+        # The client is gone or does not read; what is queued for it goes with its connection.
+        service.metrics.requests.labels(route=request.path, outcome=outcome(error)).inc()
+        if request.transport is not None:
+            request.transport.abort()
+        return response
+    except Exception:
         log.exception("a stream failed in an unforeseen way")
-        await _write(service, response, error_event(ApiError("the server failed; its log says why")))
-    finally:
-        if not isinstance(ended, ConnectionError | asyncio.CancelledError):
-            service.metrics.requests.labels(route=request.path, outcome=outcome(ended)).inc()
-    await response.write_eof()
+        ended = ApiError("the server failed; its log says why")
+    service.metrics.requests.labels(route=request.path, outcome=outcome(ended)).inc()
+    if isinstance(ended, ApiError):
+        out.append(error_event(ended))
+    with contextlib.suppress(ConnectionError):
+        await _write(service, response, out)
+        await response.write_eof()
     return response
 
 
-async def _write(service: RouterService, response: web.StreamResponse, data: bytes) -> None:
-    """A reader that takes nothing for ``write_timeout_s`` loses its stream, and nobody else's."""
+def _chunk(reply: Reply, piece: Piece | None) -> bytes:
+    if piece is None:
+        return KEEPALIVE
+    return reply.delta(piece.index, piece.text, piece.token_ids, piece.finish_reason)
+
+
+async def _write(service: RouterService, response: web.StreamResponse, out: list[bytes]) -> None:
+    """Sends and empties ``out``. A reader that takes nothing for ``write_timeout_s`` loses its stream."""
+    data = b"".join(out)
+    out.clear()
     if not data:
         return
     try:

@@ -6,13 +6,14 @@ States (``common/states.py`` has the table)::
     PREFILLING  → HANDOFF      a decode worker D was chosen on fresh load and fetches while P computes
     QUEUED      → HANDOFF      no prefill worker is there: D computes the prompt itself
     HANDOFF     → DECODING     D has confirmed the KV
-    any of them → RECOVERING   a worker was lost, the lease or the fetch failed, or D preempted it: everything is
-                               dispatched anew with prompt + tokens so far; sampling is keyed by position, so the
-                               continuation is the same
+    any of them → RECOVERING   a worker was lost, the lease or the fetch failed, or D preempted it: everything
+    is
+                               dispatched anew with prompt + tokens so far; sampling is keyed by position, so
+                               the continuation is the same
     → FINISHED | FAILED | ABORTED; whichever way it ends, workers that may hold something are told once
 
-The journal is ``emitted``. A token counts when its index is the next one due: what comes twice (both P and D send
-the first token; a late attempt) is dropped, what comes early waits.
+The journal is ``emitted``. A token counts when its index is the next one due: what comes twice (both P and D
+send the first token; a late attempt) is dropped, and a gap means that something was lost: it recovers.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class FlowSettings:
     queue_timeout_s: float
     stall_timeout_s: float
     max_recoveries: int
+    rejoin_wait_s: float = 1.0
+    """With the 3 s until a silent worker is taken for dead, an answer that cannot go on ends within 5 s."""
 
 
 @dataclass(slots=True)
@@ -100,7 +103,6 @@ class RequestFlow:
         self._clock = clock
         self._machine = Machine(ROUTER, "QUEUED")
         self._inbox: asyncio.Queue[TokenDelta | RequestNews | _Lost] = asyncio.Queue()
-        self._early: dict[int, TokenDelta] = {}
         self._prefill: WorkerEntry | None = None
         self._decode: WorkerEntry | None = None
         self._preemptions = 0
@@ -137,14 +139,15 @@ class RequestFlow:
                 fresh.append(delta.token)
                 reason = delta.finish_reason
         if reason is not None:
-            # The worker that sent the last token holds nothing any more; a decode worker that was only going to take
-            # over still does.
+            # The worker that sent the last token holds nothing any more; a decode worker that was only going
+            # to take over still does.
             self._done = self.state == "DECODING" or self._decode is None
             self._move("FINISHED")
         return fresh, reason
 
     async def close(self) -> None:
-        """The one exit: tells every worker that may still hold something, exactly once. May be called at any time."""
+        """The one exit: tells every worker that may still hold something, exactly once. May be called at any
+        time."""
         self._links.flows.pop(self.request_id, None)
         if not self._machine.ended:
             self._move("ABORTED")
@@ -164,18 +167,25 @@ class RequestFlow:
         try:
             event = self._inbox.get_nowait()
         except asyncio.QueueEmpty:
+            was = self.state.lower()
             try:
-                event = await asyncio.wait_for(self._inbox.get(), patience)
+                # Not wait_for: on Python 3.11 it can swallow a cancellation that comes together with the
+                # item.
+                async with asyncio.timeout(patience):
+                    event = await self._inbox.get()
             except TimeoutError:
+                if self.state == "DECODING":
+                    await self._recover("stall", f"the decode worker was silent for {patience:g} s")
+                    return []
                 self._move("FAILED")
                 raise DeadlineExceeded(
-                    f"no progress for {patience:g} s while {self.state.lower()}; the cluster is overloaded or stuck"
+                    f"no progress for {patience:g} s while {was}; the cluster is overloaded or stuck"
                 ) from None
         if isinstance(event, TokenDelta):
-            return self._accept(event)
+            return await self._accept(event)
         if isinstance(event, _Lost):
             if event.worker_id in self._holders():
-                await self._recover("worker_lost", f"the worker {event.worker_id} was lost")
+                await self._recover("worker_lost", "its worker was lost")
             return []
         attempt = event.delta.attempt if isinstance(event, FirstToken) else event.attempt
         if attempt != self.attempt:
@@ -196,10 +206,10 @@ class RequestFlow:
                 self._metrics.prefill.observe(event.prefill_s)
                 if self._prefill is not None:
                     self._prefill.tokens_due.pop(self.request_id, None)
-                return self._accept(event.delta)
+                return await self._accept(event.delta)
             case HandedOver():
                 self._handed_over(event)
-                return self._accept(event.first)
+                return await self._accept(event.first)
             case Preempted():
                 self._preemptions += 1
                 await self._recover("preempted", "the decode workers have too little memory for this request")
@@ -226,18 +236,19 @@ class RequestFlow:
             self._prefill.release(self.request_id)
             self._prefill = None
 
-    def _accept(self, delta: TokenDelta) -> list[TokenDelta]:
-        if delta.attempt != self.attempt or delta.index < len(self.emitted) or delta.index in self._early:
-            if delta.attempt != self.attempt:
-                self._metrics.late_messages.inc()
+    async def _accept(self, delta: TokenDelta) -> list[TokenDelta]:
+        """The delta if it is the next one due. Each worker's news come in order, and D repeats P's token
+        before its own, so a gap means that a message was lost with a connection."""
+        if delta.attempt != self.attempt:
+            self._metrics.late_messages.inc()
             return []
-        self._early[delta.index] = delta
-        ready = []
-        while len(self.emitted) in self._early:
-            due = self._early.pop(len(self.emitted))
-            self.emitted.append(due.token)
-            ready.append(due)
-        return ready
+        if delta.index > len(self.emitted):
+            await self._recover("gap", "a message was lost")
+            return []
+        if delta.index < len(self.emitted):
+            return []
+        self.emitted.append(delta.token)
+        return [delta]
 
     # ------------------------------------------------------------------ dispatch and recovery
 
@@ -249,7 +260,8 @@ class RequestFlow:
         return 1 if layout is None else -(-tokens // layout.block_size)
 
     async def _dispatch(self) -> None:
-        """Sends the job to a prefill worker; where there is none, to a decode worker that computes the prompt too."""
+        """Sends the job to a prefill worker; where there is none, to a decode worker that computes the prompt
+        too."""
         registry = self._links.registry
         tokens = self._prompt + self.emitted
         blocks = self._blocks_needed(len(tokens))
@@ -315,8 +327,15 @@ class RequestFlow:
         self._move("RECOVERING")
         await self._release(abort=True)
         self.attempt += 1
-        self._early.clear()
+        await self._wait_for_a_decoder()
         await self._dispatch()
+
+    async def _wait_for_a_decoder(self) -> None:
+        """An answer under way may wait a moment for a worker that comes back; a new request is refused at
+        once."""
+        deadline = self._clock() + self._settings.rejoin_wait_s
+        while not self._links.registry.entries("decode", "colocated") and self._clock() < deadline:
+            await asyncio.sleep(0.05)
 
     async def _release(self, abort: bool) -> None:
         for entry in (self._prefill, self._decode):

@@ -47,12 +47,17 @@ class WorkerLinks:
     """Receives from every worker and sends to one. ``flows`` is filled by the requests themselves."""
 
     def __init__(
-        self, registry: WorkerRegistry, keys: CurveKeys | None, on_dropped: Callable[[], None]
+        self,
+        registry: WorkerRegistry,
+        keys: CurveKeys | None,
+        on_dropped: Callable[[], None],
+        clock: Callable[[], float],
     ) -> None:
         self.registry = registry
         self.flows: dict[str, Flow] = {}
         self._socket = ServerSocket(keys)
         self._on_dropped = on_dropped
+        self._clock = clock
 
     def bind(self, host: str, port: int) -> int:
         return self._socket.bind(host, port, "router.workers_endpoint")
@@ -70,8 +75,12 @@ class WorkerLinks:
 
     async def expire_forever(self, interval_s: float) -> None:
         while True:
+            before = self._clock()
             await asyncio.sleep(interval_s)
-            self.registry.expire()
+            if self._clock() - before > 3 * interval_s:
+                self.registry.pardon()
+            else:
+                self.registry.expire()
 
     async def _handle(self, identity: bytes, message: ToRouter) -> None:
         if isinstance(message, Hello):

@@ -1,4 +1,5 @@
-"""Prometheus metrics. Labels come from closed sets alone: routes, outcomes, causes, transports, live worker ids."""
+"""Prometheus metrics. Labels come from closed sets alone: routes, outcomes, causes, transports, live worker
+ids."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from pagerelay.common.wire.messages import Counters
-from pagerelay.router.registry import WorkerEntry, WorkerRegistry, add_counters
+from pagerelay.router.registry import WorkerEntry, WorkerRegistry
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -17,52 +18,74 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 class RouterMetrics:
     def __init__(self, registry: WorkerRegistry) -> None:
         self.collector = CollectorRegistry()
-        make = {"registry": self.collector}
+        collector = self.collector
         self.requests = Counter(
-            "pagerelay_requests", "HTTP requests by route and outcome", ["route", "outcome"], **make
+            "pagerelay_requests",
+            "HTTP requests by route and outcome",
+            ["route", "outcome"],
+            registry=collector,
         )
-        self.running = Gauge("pagerelay_requests_running", "Requests in the house", **make)
-        self.prompt_tokens = Counter("pagerelay_prompt_tokens", "Tokens of accepted prompts", **make)
-        self.output_tokens = Counter("pagerelay_output_tokens", "Tokens given to clients", **make)
+        self.running = Gauge("pagerelay_requests_running", "Requests in the house", registry=collector)
+        self.prompt_tokens = Counter(
+            "pagerelay_prompt_tokens", "Tokens of accepted prompts", registry=collector
+        )
+        self.output_tokens = Counter("pagerelay_output_tokens", "Tokens given to clients", registry=collector)
         self.ttft = Histogram(
-            "pagerelay_time_to_first_token_seconds", "Arrival to first token", buckets=_SECONDS, **make
+            "pagerelay_time_to_first_token_seconds",
+            "Arrival to first token",
+            buckets=_SECONDS,
+            registry=collector,
         )
         self.itl = Histogram(
-            "pagerelay_inter_token_latency_seconds", "Gap between a choice's tokens", buckets=_SECONDS, **make
+            "pagerelay_inter_token_latency_seconds",
+            "Gap between a choice's tokens",
+            buckets=_SECONDS,
+            registry=collector,
         )
-        self.e2e = Histogram("pagerelay_request_seconds", "Arrival to last token", buckets=_SECONDS, **make)
+        self.e2e = Histogram(
+            "pagerelay_request_seconds", "Arrival to last token", buckets=_SECONDS, registry=collector
+        )
         self.queue = Histogram(
-            "pagerelay_queue_seconds", "Wait for a prefill worker to begin", buckets=_SECONDS, **make
+            "pagerelay_queue_seconds",
+            "Wait for a prefill worker to begin",
+            buckets=_SECONDS,
+            registry=collector,
         )
         self.prefill = Histogram(
-            "pagerelay_prefill_seconds", "Prefill begun to first token", buckets=_SECONDS, **make
+            "pagerelay_prefill_seconds", "Prefill begun to first token", buckets=_SECONDS, registry=collector
         )
         self.handover = Histogram(
             "pagerelay_handover_seconds",
             "Prefill ended to KV confirmed on the decode worker",
             ["transport"],
             buckets=_SECONDS,
-            **make,
+            registry=collector,
         )
-        self.handover_bytes = Counter("pagerelay_handover_bytes", "KV bytes shipped", ["transport"], **make)
+        self.handover_bytes = Counter(
+            "pagerelay_handover_bytes", "KV bytes shipped", ["transport"], registry=collector
+        )
         self.recomputed_tokens = Counter(
             "pagerelay_decode_recomputed_tokens",
             "Prompt tokens that decode workers computed themselves",
-            **make,
+            registry=collector,
         )
         self.local_prefills = Counter(
             "pagerelay_local_prefills",
             "Prompts sent to a decode worker without a prefill worker",
             ["reason"],
-            **make,
+            registry=collector,
         )
-        self.recoveries = Counter("pagerelay_recoveries", "Requests dispatched anew", ["cause"], **make)
+        self.recoveries = Counter(
+            "pagerelay_recoveries", "Requests dispatched anew", ["cause"], registry=collector
+        )
         self.late_messages = Counter(
-            "pagerelay_late_messages", "News of older attempts, dropped as they must be", **make
+            "pagerelay_late_messages", "News of older attempts, dropped as they must be", registry=collector
         )
-        self.dropped_messages = Counter("pagerelay_dropped_messages", "Messages nobody waits for", **make)
+        self.dropped_messages = Counter(
+            "pagerelay_dropped_messages", "Messages nobody waits for", registry=collector
+        )
         self.loop_lag = Gauge(
-            "pagerelay_event_loop_lag_seconds", "How late the router's own timer was", **make
+            "pagerelay_event_loop_lag_seconds", "How late the router's own timer was", registry=collector
         )
         self.collector.register(_Workers(registry))
 
@@ -79,11 +102,7 @@ class _Workers(Collector):
     def collect(self) -> Iterator[Metric]:
         entries = self._registry.entries()
         yield from self._gauges(entries)
-        total = Counters()
-        add_counters(total, self._registry.departed)
-        for entry in entries:
-            add_counters(total, entry.counters)
-        yield from _counters(total)
+        yield from _counters(self._registry.totals())
 
     @staticmethod
     def _gauges(entries: Iterable[WorkerEntry]) -> Iterator[Metric]:

@@ -1,4 +1,5 @@
-"""Which worker gets a request: a pure function of a snapshot. Least load, ties to the one that waited longest."""
+"""Which worker gets a request: a pure function of a snapshot. Least load, ties to the one that waited
+longest."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ class WorkerView:
     """What the policy may know of a worker. ``available_blocks`` counts free and evictable ones."""
 
     worker_id: str
-    usable: bool
-    """Alive, not suspect, not draining."""
+    rank: int | None
+    """0: ready. 1: late with its heartbeat, so only if no other is there. ``None``: draining, gets nothing
+    new."""
     outstanding_tokens: int
     num_seqs: int
     available_blocks: int
@@ -28,18 +30,24 @@ class RoutingPolicy(Protocol):
     def decode(self, workers: Sequence[WorkerView], blocks_needed: int) -> str | None: ...
 
 
+def _candidates(workers: Sequence[WorkerView], blocks_needed: int) -> list[WorkerView]:
+    fits = [worker for worker in workers if worker.rank is not None and worker.total_blocks >= blocks_needed]
+    best = min((worker.rank for worker in fits if worker.rank is not None), default=None)
+    return [worker for worker in fits if worker.rank == best]
+
+
 class LeastLoad:
-    """P: fewest prompt tokens accepted and not yet computed. D: room for the prompt's blocks first, then fewest
-    sequences, then most available blocks."""
+    """P: fewest prompt tokens accepted and not yet computed. D: room for the prompt's blocks first, then
+    fewest sequences, then most available blocks."""
 
     def prefill(self, workers: Sequence[WorkerView], blocks_needed: int) -> str | None:
-        fits = [worker for worker in workers if worker.usable and worker.total_blocks >= blocks_needed]
+        fits = _candidates(workers, blocks_needed)
         if not fits:
             return None
         return min(fits, key=lambda w: (w.outstanding_tokens, w.last_chosen)).worker_id
 
     def decode(self, workers: Sequence[WorkerView], blocks_needed: int) -> str | None:
-        fits = [worker for worker in workers if worker.usable and worker.total_blocks >= blocks_needed]
+        fits = _candidates(workers, blocks_needed)
         if not fits:
             return None
         return min(

@@ -1,5 +1,5 @@
-"""The workers as the router knows them. Liveness by our own monotonic clock: silent for ``suspect_s`` gets nothing
-new, silent for ``dead_s`` is dead and everything bound to it recovers elsewhere at once.
+"""The workers as the router knows them. Liveness by our own monotonic clock: silent for ``suspect_s`` gets
+nothing new, silent for ``dead_s`` is dead and everything bound to it recovers elsewhere at once.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from pagerelay.router.policy import WorkerView
 log = logging.getLogger(__name__)
 
 
+_RANKS: dict[str, int | None] = {"ready": 0, "suspect": 1, "draining": None}
+
+
 class Bound(Protocol):
     """A request that some worker holds."""
 
@@ -48,6 +51,8 @@ class WorkerEntry:
     tokens_due: dict[str, int] = field(default_factory=dict)
     """request_id → prompt tokens sent to it and not answered by a first token yet."""
     last_chosen: int = 0
+    introduced: bool = False
+    """It has been welcomed and knows it: a heartbeat came. Another Hello then means that it started over."""
 
     @property
     def worker_id(self) -> str:
@@ -77,8 +82,9 @@ class WorkerRegistry:
         self._context_len = context_len
         self._by_identity: dict[bytes, WorkerEntry] = {}
         self._choices = 0
-        self.departed: Counters = Counters()
-        """Totals of workers that have gone, so that no counter ever falls."""
+        self._departed: dict[str, Counters] = {}
+        """Totals of incarnations that have gone, so that no counter ever falls; one that comes back brings
+        its own."""
 
     # ------------------------------------------------------------------ coming and going
 
@@ -89,18 +95,24 @@ class WorkerRegistry:
             log.error("refused %s on %s: %s", hello.worker_id, hello.host, reason)
             return Refused(reason=reason, fatal=True)
         now = self._clock()
+        known = self._by_identity.get(identity)
+        if known is not None and known.introduced:
+            self.remove(known, "it started over")  # it has dropped what we gave it
         for entry in [e for e in self.entries() if e.worker_id == hello.worker_id and e.identity != identity]:
             self.remove(entry, "a new incarnation took its place")
         if identity not in self._by_identity:
-            self._by_identity[identity] = WorkerEntry(hello, identity, last_heard=now, joined_at=now)
+            counters = self._departed.pop(hello.incarnation, None) or Counters()
+            self._by_identity[identity] = WorkerEntry(hello, identity, now, now, counters=counters)
             log.info("%s joined (%s, pid %d on %s)", hello.worker_id, hello.role, hello.pid, hello.host)
+        self._by_identity[identity].last_heard = now
         return Welcome(router_id=self.router_id, heartbeat_s=self._heartbeat_s, dead_after_s=self._dead_s)
 
     def _mismatch(self, hello: Hello) -> str | None:
         if hello.layout.protocol != PROTOCOL:
             return f"protocol: {PROTOCOL} here, {hello.layout.protocol} there"
         if hello.layout.model_digest != self._model_digest:
-            return f"model_digest: {self._model_digest} here, {hello.layout.model_digest} there (another model folder?)"
+            theirs = hello.layout.model_digest
+            return f"model_digest: {self._model_digest} here, {theirs} there (another model folder?)"
         reference = self.layout()
         difference = reference.difference(hello.layout) if reference is not None else None
         return (
@@ -110,7 +122,7 @@ class WorkerRegistry:
         )
 
     def heard(self, entry: WorkerEntry, message: Heartbeat) -> None:
-        entry.load, entry.counters = message.load, message.counters
+        entry.load, entry.counters, entry.introduced = message.load, message.counters, True
 
     def find(self, identity: bytes) -> WorkerEntry | None:
         entry = self._by_identity.get(identity)
@@ -129,9 +141,16 @@ class WorkerRegistry:
             why,
             len(entry.bound),
         )
-        add_counters(self.departed, entry.counters)
+        self._departed[entry.hello.incarnation] = entry.counters
         for request in list(entry.bound.values()):
             request.worker_lost(entry.worker_id)
+
+    def pardon(self) -> None:
+        """We did not listen for a while (this process was stopped, or its loop busy): silence then proves
+        nothing."""
+        fresh = self._clock() - self._suspect_s
+        for entry in self.entries():
+            entry.last_heard = max(entry.last_heard, fresh)
 
     def expire(self) -> None:
         """Removes the workers that have been silent for too long."""
@@ -162,8 +181,9 @@ class WorkerRegistry:
             views.append(
                 WorkerView(
                     worker_id=entry.worker_id,
-                    usable=self.state(entry) == "ready",
-                    # Our own books are fresher than the last heartbeat; the heartbeat knows of other routers' work.
+                    rank=_RANKS[self.state(entry)],
+                    # Our own books are fresher than the last heartbeat; the heartbeat knows of other routers'
+                    # work.
                     outstanding_tokens=max(
                         sum(entry.tokens_due.values()), entry.load.outstanding_prefill_tokens
                     ),
@@ -182,6 +202,13 @@ class WorkerRegistry:
             entry.last_chosen = self._choices
         return entry
 
+    def totals(self) -> Counters:
+        """The counters of all workers that are or were here."""
+        total = Counters()
+        for counters in (*self._departed.values(), *(entry.counters for entry in self.entries())):
+            add_counters(total, counters)
+        return total
+
     def layout(self) -> Layout | None:
         """What all workers here have in common."""
         return next((e.hello.layout for e in self._by_identity.values()), None)
@@ -193,8 +220,8 @@ class WorkerRegistry:
 
     def not_ready(self) -> str | None:
         """Why no request can be served now, or ``None``."""
-        usable = [e for e in self.entries() if self.state(e) == "ready"]
-        if not any(e.hello.role in ("decode", "colocated") for e in usable):
+        here = [e for e in self.entries("decode", "colocated") if self.state(e) == "ready"]
+        if not here:
             return "no_decode_worker" if self.entries("prefill") else "no_worker"
         return None
 

@@ -42,7 +42,7 @@ class RouterService:
             context_len=model.max_model_len,
         )
         self.metrics = RouterMetrics(self.registry)
-        self.links = WorkerLinks(self.registry, keys, self.metrics.dropped_messages.inc)
+        self.links = WorkerLinks(self.registry, keys, self.metrics.dropped_messages.inc, self.clock)
         self.policy: RoutingPolicy = LeastLoad()
         self.draining = False
         self.running = 0
@@ -156,11 +156,5 @@ def outcome(error: BaseException | None) -> str:
     if error is None:
         return "ok"
     if isinstance(error, ApiError):
-        return (
-            "refused"
-            if error.status < 500 and error.status != 429
-            else "overloaded"
-            if error.status == 429
-            else "error"
-        )
+        return "overloaded" if error.status == 429 else "refused" if error.status < 500 else "error"
     return "aborted" if isinstance(error, asyncio.CancelledError | ConnectionError) else "error"

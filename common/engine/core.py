@@ -1,14 +1,16 @@
-"""One engine step: schedule, run, apply. Prefill and decode engines add what a finished prompt or token means.
+"""One engine step: schedule, run, apply. Prefill and decode engines add what a finished prompt or token
+means.
 
-An engine is synchronous, does no I/O and reads no clock. One thread calls :meth:`step`; any thread may call the
-other verbs. All state is guarded by one lock, which is *not* held while the model computes: so a cancelled request,
-a released lease or a new job never waits for a step. A sequence that is removed while a step reads its blocks is
-marked ``doomed`` and gives them back when that step has ended.
+An engine is synchronous, does no I/O and reads no clock. One thread calls :meth:`step`; any thread may call
+the other verbs. All state is guarded by one lock, which is *not* held while the model computes: so a
+cancelled request, a released lease or a new job never waits for a step. A sequence that is removed while a
+step reads its blocks is marked ``doomed`` and gives them back when that step has ended.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from pagerelay.common.engine.scheduler import Scheduler
@@ -17,10 +19,14 @@ from pagerelay.common.errors import StartupError
 from pagerelay.common.hashing import PrefixHasher
 from pagerelay.common.kv.blocks import BlockPool, PrefixCache
 from pagerelay.common.kv.pool import KvPool
-from pagerelay.common.model.batch import Row, build_batch
+from pagerelay.common.model.batch import Batch, Row, build_batch
 from pagerelay.common.model.runner import ModelFacts, ModelRunner
 from pagerelay.common.model.sampler import SampleRequest, sample
 from pagerelay.common.wire.messages import BlockCounts, Failed, Message
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(slots=True)
@@ -28,7 +34,6 @@ class StepStats:
     """What one step did, for metrics."""
 
     num_seqs: int = 0
-    num_decode_tokens: int = 0
     num_prefill_tokens: int = 0
     sampled: int = 0
 
@@ -43,7 +48,8 @@ class EngineLimits:
 
 @dataclass(slots=True)
 class Outbox:
-    """Messages that an engine wants sent, in order: to routers by id, to decode workers by their link's identity."""
+    """Messages that an engine wants sent, in order: to routers by id, to decode workers by their link's
+    identity."""
 
     to_router: list[tuple[str, Message]] = field(default_factory=list)
     to_peer: list[tuple[bytes, Message]] = field(default_factory=list)
@@ -71,6 +77,10 @@ class EngineCore:
         )
         self.stats = StepStats()
         self._outbox = Outbox()
+        self._in_step: list[Sequence] = []
+        self.on_planned: Callable[[], None] = _nothing
+        """Called on the engine's thread when a step was planned that has news (a prompt was admitted): the
+        decode worker is told before the step is computed, not after."""
 
     def take_outbox(self) -> Outbox:
         """What has to be sent since the last call."""
@@ -84,57 +94,74 @@ class EngineCore:
         """Computes one step if there is anything to do; tells whether there was."""
         with self.lock:
             plan = self.scheduler.plan()
-            if not plan:
-                return False
-            rows = [
-                Row(
-                    token_ids=seq.token_ids[seq.num_computed : seq.num_computed + count],
-                    start=seq.num_computed,
-                    block_ids=seq.block_ids,
-                    wants_logits=count == seq.num_remaining,
-                )
-                for seq, count in plan
-            ]
-            batch = build_batch(rows, self.limits.block_size, self._runner.ops.min_rows)
-            samples = [
-                SampleRequest(
-                    seq.sampling, seq.next_index, seq.forbidden(seq.next_index, self.facts.eos_token_ids)
-                )
-                for seq, count in plan
-                if count == seq.num_remaining
-            ]
-            for seq, _ in plan:
+            self._in_step = [seq for seq, _ in plan]
+            for seq in self._in_step:
                 seq.in_step = True
-        logits = self._runner.run(batch, self.pool.tensor)
-        tokens = iter(sample(logits, samples))
+            news = bool(self._outbox.to_router)
+        if news:
+            self.on_planned()
+        if not plan:
+            return False
         with self.lock:
-            self.stats = StepStats(
-                num_seqs=len(plan),
-                num_decode_tokens=sum(1 for seq, _ in plan if seq.num_computed >= seq.num_given),
-                num_prefill_tokens=sum(count for seq, count in plan if seq.num_computed < seq.num_given),
-                sampled=len(samples),
-            )
-            for seq, count in plan:
-                seq.in_step = False
-                token = next(tokens) if count == seq.num_remaining else None
-                if seq.doomed:
-                    self._give_back(seq)
-                    continue
-                seq.num_computed += count
-                self.scheduler.cache_full_blocks(seq)
-                self._advanced(seq)
-                if token is not None:
-                    index = seq.next_index
-                    seq.token_ids.append(token)
-                    self._sampled(seq, token, index)
+            batch, samples = self._build(plan)
+        logits = self._runner.run(batch, self.pool.tensor)
+        tokens = sample(logits, samples)
+        with self.lock:
+            self._apply(plan, tokens)
         return True
+
+    def _build(self, plan: list[tuple[Sequence, int]]) -> tuple[Batch, list[SampleRequest]]:
+        rows = [
+            Row(
+                token_ids=seq.token_ids[seq.num_computed : seq.num_computed + count],
+                start=seq.num_computed,
+                block_ids=seq.block_ids,
+                wants_logits=count == seq.num_remaining,
+            )
+            for seq, count in plan
+        ]
+        eos = self.facts.eos_token_ids
+        samples = [
+            SampleRequest(seq.sampling, seq.next_index, seq.forbidden(seq.next_index, eos))
+            for seq, count in plan
+            if count == seq.num_remaining
+        ]
+        return build_batch(rows, self.limits.block_size, self._runner.ops.min_rows), samples
+
+    def _apply(self, plan: list[tuple[Sequence, int]], sampled: list[int]) -> None:
+        self.stats = StepStats(
+            num_seqs=len(plan),
+            num_prefill_tokens=sum(count for seq, count in plan if seq.num_computed < seq.num_given),
+            sampled=len(sampled),
+        )
+        tokens = iter(sampled)
+        for seq, count in plan:
+            self._apply_one(seq, count, tokens)
+            self._in_step.pop(0)  # should applying one raise, it and those after it fail, not those before
+
+    def _apply_one(self, seq: Sequence, count: int, tokens: Iterator[int]) -> None:
+        seq.in_step = False
+        token = next(tokens) if count == seq.num_remaining else None
+        if seq.doomed:
+            self._give_back(seq)
+            return
+        seq.num_computed += count
+        self.scheduler.cache_full_blocks(seq)
+        self._advanced(seq)
+        if token is not None:
+            index = seq.next_index
+            seq.token_ids.append(token)
+            self._sampled(seq, token, index)
 
     def fail_step(self, message: str) -> int:
         """A step raised: every request in it fails (and may be tried elsewhere), the engine goes on."""
         with self.lock:
-            hit = [seq for seq in self.scheduler.running if seq.in_step]
+            hit, self._in_step = self._in_step, []
             for seq in hit:
                 seq.in_step = False
+                if seq.doomed:
+                    self._give_back(seq)
+                    continue
                 self._tell_failed(seq, "step_failed", message, retryable=True)
                 self._failed(seq)
             return len(hit)
@@ -163,7 +190,8 @@ class EngineCore:
         raise NotImplementedError  # pragma: no cover
 
     def _leave(self, seq: Sequence) -> None:
-        """Takes a sequence out of the schedule and gives its blocks back, now or when the running step has ended."""
+        """Takes a sequence out of the schedule and gives its blocks back, now or when the running step has
+        ended."""
         self.scheduler.remove(seq)
         if seq.in_step:
             seq.doomed = True
@@ -192,5 +220,6 @@ def check_fits(num_blocks: int, block_size: int) -> None:
     """A pool too small for anything is refused at start."""
     if num_blocks < 2:
         raise StartupError(
-            f"the KV pool has {num_blocks} blocks of {block_size} tokens; raise cache.kv_memory_mib or cache.num_blocks"
+            f"the KV pool has {num_blocks} blocks of {block_size} tokens; "
+            "raise cache.kv_memory_mib or cache.num_blocks"
         )

@@ -3,7 +3,8 @@
 Rules, in this order:
 
 1. A sequence with one token to compute (decoding) always runs; sequences decode together, oldest first.
-2. What is left of the token budget goes to prompts: at most half of it to the oldest, the rest to those with the
+2. What is left of the token budget goes to prompts: at most half of it to the oldest, the rest to those with
+  the
    least left to compute. So a long prompt cannot hold up short ones, nor they it.
 3. Waiting sequences enter in order of arrival as soon as their blocks are there.
 4. A decoding sequence that needs a block and finds none preempts the youngest; the oldest is never preempted.
@@ -35,8 +36,8 @@ class Scheduler:
         on_admit: Callable[[Sequence], None],
         on_short: Callable[[Sequence], bool],
     ) -> None:
-        """``on_admit``: a waiting sequence got its blocks. ``on_short(sequence)``: a block is missing for it; make
-        room (now: return True; later: return False, and the sequence sits this step out)."""
+        """``on_admit``: a waiting sequence got its blocks. ``on_short(sequence)``: a block is missing for it;
+        make room (now: return True; later: return False, and the sequence sits this step out)."""
         self._blocks = blocks
         self._hasher = hasher
         self._block_size = block_size
@@ -44,6 +45,8 @@ class Scheduler:
         self._max_batch_tokens = max_batch_tokens
         self._on_admit = on_admit
         self._on_short = on_short
+        self.num_elsewhere = 0
+        """Sequences that hold blocks here and do not run yet: they count against ``max_num_seqs``."""
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
 
@@ -63,14 +66,16 @@ class Scheduler:
                 queue.remove(sequence)
 
     def match_prefix(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """Ids of cached blocks that hold the KV of a prefix of ``token_ids[:num_tokens]``; nobody holds them yet."""
+        """Ids of cached blocks that hold the KV of a prefix of ``token_ids[:num_tokens]``; nobody holds them
+        yet."""
         if self._blocks.cache is None:
             return []
         self._hasher.extend(sequence.keys, sequence.token_ids, sequence.num_tokens)
         return self._blocks.cache.match(sequence.keys[: num_tokens // self._block_size])
 
     def reserve(self, sequence: Sequence, cached: list[int], headroom: int) -> bool:
-        """Gives a sequence the blocks of all its tokens: the cached ones shared, the rest taken. False: no room yet."""
+        """Gives a sequence the blocks of all its tokens: the cached ones shared, the rest taken. False: no
+        room yet."""
         need = self.blocks_for(sequence.num_tokens) - len(cached)
         self._blocks.share(cached)
         if self._blocks.available < need + headroom:
@@ -92,11 +97,11 @@ class Scheduler:
         sequence.num_known_blocks = full
 
     def _admit(self) -> None:
-        while self.waiting and len(self.running) < self._max_num_seqs:
+        while self.waiting and len(self.running) + self.num_elsewhere < self._max_num_seqs:
             sequence = self.waiting[0]
             # At least one token is always computed: its logits are what the answer starts from.
             cached = self.match_prefix(sequence, sequence.num_tokens - 1)
-            if not self.reserve(sequence, cached, headroom=len(self.running)):
+            if not self.reserve(sequence, cached, headroom=len(self.running) + self.num_elsewhere):
                 return
             self.waiting.pop(0)
             insort(self.running, sequence, key=by_age)

@@ -9,12 +9,12 @@ from pagerelay.common.wire.messages import FinishReason, SamplingParams
 
 
 class Sequence:
-    """Tokens, blocks and counts. ``num_computed`` catches up with ``num_tokens``: prefill, chunk, resume and decode
-    are that one loop.
+    """Tokens, blocks and counts. ``num_computed`` catches up with ``num_tokens``: prefill, chunk, resume and
+    decode are that one loop.
 
-    ``token_ids`` starts as the job's tokens (a prompt, and after a recovery the answer so far) and grows by what is
-    sampled. ``first_index`` is the output position of the first token sampled here. ``order`` is the request's
-    arrival number: smaller is older. The engine, under its lock, is the only writer.
+    ``token_ids`` starts as the job's tokens (a prompt, and after a recovery the answer so far) and grows by
+    what is sampled. ``first_index`` is the output position of the first token sampled here. ``order`` is the
+    request's arrival number: smaller is older. The engine, under its lock, is the only writer.
     """
 
     __slots__ = (

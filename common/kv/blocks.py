@@ -95,7 +95,8 @@ class BlockPool:
         )
 
     def check(self) -> None:
-        """Conservation, recounted from scratch. Raises :class:`PagerelayError` with the figures if it is broken."""
+        """Conservation, recounted from scratch. Raises :class:`PagerelayError` with the figures if it is
+        broken."""
         held = sum(1 for n in self._holders["held"] if n)
         leased = sum(
             1 for h, n in zip(self._holders["held"], self._holders["leased"], strict=True) if n and not h

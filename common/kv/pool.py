@@ -1,4 +1,5 @@
-"""The bytes of the KV cache: one allocation, block-major, seen as layers by attention and as blocks by transports."""
+"""The bytes of the KV cache: one allocation, block-major, seen as layers by attention and as blocks by
+transports."""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 class KvPool:
-    """``tensor``: ``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``; ``blocks``: ``uint8 [num_blocks, block_bytes]``.
+    """``tensor``: ``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``; ``blocks``: ``uint8
+    [num_blocks, block_bytes]``.
 
-    Both are views of ``memory``, which a transport backend allocated and keeps alive. A block is one contiguous
-    span, so shipping block 7 is one copy of ``block_bytes`` at ``7 * block_bytes``.
+    Both are views of ``memory``, which a transport backend allocated and keeps alive. A block is one
+    contiguous span, so shipping block 7 is one copy of ``block_bytes`` at ``7 * block_bytes``.
     """
 
     def __init__(self, memory: npt.NDArray[np.uint8], layout: Layout) -> None:

@@ -1,1 +1,2 @@
-"""The model: folders and where they come from, transformers' code with our attention and kernels, sampling."""
+"""The model: folders and where they come from, transformers' code with our attention and kernels,
+sampling."""

@@ -27,7 +27,8 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """Writes this step's keys and values into the pool, then attends over the pool through the block tables.
 
-    query ``[1, heads, T, head_dim]``, key and value ``[1, kv_heads, T, head_dim]`` → ``[1, T, heads, head_dim]``.
+    query ``[1, heads, T, head_dim]``, key and value ``[1, kv_heads, T, head_dim]`` → ``[1, T, heads,
+    head_dim]``.
     """
     batch, layer = paged.batch, int(module.layer_idx)  # type: ignore[arg-type]
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))

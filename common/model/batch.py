@@ -13,7 +13,8 @@ from pagerelay.common.model.ops import PagedOps
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one sequence contributes to a step: ``token_ids`` at positions ``start, start + 1, …`` of its context."""
+    """What one sequence contributes to a step: ``token_ids`` at positions ``start, start + 1, …`` of its
+    context."""
 
     token_ids: Sequence[int]
     start: int
@@ -25,9 +26,9 @@ class Row:
 class Batch:
     """Flat tensors for T rows of S sequences; decode rows and prefill chunks share a step.
 
-    token_ids, positions, slots ``[T]`` int64; tables ``[S, max_blocks]`` int32; seq_lens ``[S]`` int32 (context
-    length including this step's rows); query_starts ``[S + 1]`` int32; logits_rows ``[R]`` int64, the rows whose
-    logits are wanted (R ≥ the number of sequences that want them: the surplus is padding).
+    token_ids, positions, slots ``[T]`` int64; tables ``[S, max_blocks]`` int32; seq_lens ``[S]`` int32
+    (context length including this step's rows); query_starts ``[S + 1]`` int32; logits_rows ``[R]`` int64,
+    the rows whose logits are wanted (R ≥ the number of sequences that want them: the surplus is padding).
     """
 
     token_ids: torch.Tensor
@@ -41,7 +42,8 @@ class Batch:
 
 
 def build_batch(rows: Sequence[Row], block_size: int, min_rows: int) -> Batch:
-    """Lays out one step. Padding rows, where ``min_rows`` asks for them, write nowhere (slot −1) and attend to nothing."""
+    """Lays out one step. Padding rows, where ``min_rows`` asks for them, write nowhere (slot −1) and attend
+    to nothing."""
     lengths = [len(row.token_ids) for row in rows]
     total = sum(lengths)
     padded = max(total, min_rows)
@@ -83,7 +85,8 @@ def build_batch(rows: Sequence[Row], block_size: int, min_rows: int) -> Batch:
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What the attention layers need beside their own tensors; handed through the model's keyword arguments."""
+    """What the attention layers need beside their own tensors; handed through the model's keyword
+    arguments."""
 
     batch: Batch
     pool: torch.Tensor

@@ -1,4 +1,5 @@
-"""Puts our kernels into a transformers model by module type: no model is forked, what is not known stays as it is."""
+"""Puts our kernels into a transformers model by module type: no model is forked, what is not known stays as
+it is."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class FusedMlp(nn.Module):
         self.gate_proj, self.up_proj, self.down_proj = gate, up, down
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self._ops.silu_mul(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
+        out: Tensor = self.down_proj(self._ops.silu_mul(self.gate_proj(x), self.up_proj(x)))
+        return out
 
 
 # Norms that compute exactly x / rms(x) * weight. Others (Gemma adds 1 to the weight) keep their own code.
@@ -67,39 +69,30 @@ def use_ops(model: nn.Module, ops: PagedOps) -> nn.Module:
     """
     if ops.name == "torch":
         return model
+    shared = {id(m): m.weight.data_ptr() for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)}
     packed: dict[int, Any] = {}
-    pointers = {id(module): module.weight.data_ptr() for module in model.modules() if _has_weight(module)}
-    _replace(model, ops, packed, pointers)
+    """Where a weight was → its packed form, once for all modules that share it."""
+    for parent, name, child in _children(model):
+        if type(child) is nn.Linear:
+            where = shared[id(child)]
+            if where not in packed:
+                packed[where] = ops.pack(child.weight.detach())
+            bias: Tensor | None = child.bias
+            setattr(parent, name, PackedLinear(ops, packed[where], bias))
+            child.weight = nn.Parameter(torch.empty(0), requires_grad=False)  # the original goes at once
+        elif type(child).__name__ in _PLAIN_NORMS:
+            norm: Any = child
+            setattr(parent, name, FusedNorm(ops, norm.weight.detach(), float(norm.variance_epsilon)))
+    # Only now: an embedding is replaced if it is tied to a linear, and these are known by now.
+    for parent, name, child in _children(model):
+        if type(child) is nn.Embedding and shared[id(child)] in packed:
+            setattr(parent, name, PackedEmbedding(ops, packed[shared[id(child)]]))
+        elif type(child).__name__ in _SILU_MLPS:
+            mlp: Any = child
+            if type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation"):
+                setattr(parent, name, FusedMlp(ops, mlp.gate_proj, mlp.up_proj, mlp.down_proj))
     return model
 
 
-def _has_weight(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | nn.Embedding)
-
-
-def _replace(parent: nn.Module, ops: PagedOps, packed: dict[int, Any], pointers: dict[int, int]) -> None:
-    # Linears first, so that an embedding tied to one finds the packed weights.
-    linear_pointers = {pointers[id(m)] for m in parent.modules() if type(m) is nn.Linear}
-    for module in list(parent.modules()):
-        for name, child in list(module.named_children()):
-            kind = type(child)
-            if kind is nn.Linear:
-                pointer = pointers[id(child)]
-                if pointer not in packed:
-                    packed[pointer] = ops.pack(child.weight.detach())
-                bias = child.bias.detach() if child.bias is not None else None
-                setattr(module, name, PackedLinear(ops, packed[pointer], bias))
-                child.weight = nn.Parameter(torch.empty(0), requires_grad=False)
-            elif kind.__name__ in _PLAIN_NORMS:
-                setattr(module, name, FusedNorm(ops, child.weight.detach(), float(child.variance_epsilon)))  # type: ignore[arg-type, operator, union-attr]
-    for module in list(parent.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Embedding and pointers[id(child)] in linear_pointers:
-                setattr(module, name, PackedEmbedding(ops, packed[pointers[id(child)]]))
-            elif (
-                type(child).__name__ in _SILU_MLPS and getattr(child.act_fn, "__class__", None) is nn.SiLU
-            ) or (
-                type(child).__name__ in _SILU_MLPS
-                and type(child.act_fn).__name__ in ("SiLUActivation", "SiLU")
-            ):
-                setattr(module, name, FusedMlp(ops, child.gate_proj, child.up_proj, child.down_proj))  # type: ignore[arg-type]
+def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    return [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]

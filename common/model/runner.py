@@ -46,7 +46,8 @@ class ModelFacts:
 
 
 def _eos_token_ids(folder: Path, *configs: Any) -> tuple[int, ...]:
-    """The union of every source: the model's config, its generation config, and the tokenizer's own end token."""
+    """The union of every source: the model's config, its generation config, and the tokenizer's own end
+    token."""
     found: set[int] = set()
     generation = folder / "generation_config.json"
     sources = [getattr(config, "eos_token_id", None) for config in configs]
@@ -64,7 +65,8 @@ def _eos_token_ids(folder: Path, *configs: Any) -> tuple[int, ...]:
 
 
 def read_facts(folder: Path, max_model_len: int | None) -> ModelFacts:
-    """Reads a model folder's configuration. Raises :class:`StartupError` where it is no model we can serve."""
+    """Reads a model folder's configuration. Raises :class:`StartupError` where it is no model we can
+    serve."""
     try:
         whole = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
@@ -93,8 +95,8 @@ class ModelRunner:
     """Weights and kernels. ``run`` is its only verb; it is called from one thread."""
 
     def __init__(self, folder: Path, ops: PagedOps) -> None:
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
+        transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self.ops = ops
         try:
             model = AutoModelForCausalLM.from_pretrained(
@@ -102,11 +104,13 @@ class ModelRunner:
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise StartupError(f"model {folder} cannot be loaded: {str(error).splitlines()[0]}") from error
-        self.model = use_ops(model.eval().requires_grad_(False), ops)
+        model.requires_grad_(False).train(False)
+        self.model = use_ops(model, ops)
 
     @torch.inference_mode()
     def run(self, batch: Batch, pool: torch.Tensor) -> torch.Tensor:
-        """Computes one step, writing its KV into ``pool``. Returns fp32 logits ``[batch.num_logits, vocab]``."""
+        """Computes one step, writing its KV into ``pool``. Returns fp32 logits ``[batch.num_logits,
+        vocab]``."""
         # A step that samples nothing still runs the head on one row: transformers has no way to leave it out.
         keep = batch.logits_rows if batch.num_logits else torch.zeros(1, dtype=torch.int64)
         output = self.model(

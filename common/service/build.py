@@ -49,7 +49,11 @@ def build_parts(config: Config, folder: Path, ops: PagedOps) -> Parts:
     num_blocks = config.cache.num_blocks or (config.cache.kv_memory_mib << 20) // layout.block_bytes
     check_fits(num_blocks, layout.block_size)
     backend, memory = _allocate(config, num_blocks, layout)
-    runner = ModelRunner(folder, ops)
+    try:
+        runner = ModelRunner(folder, ops)
+    except BaseException:
+        backend.close()
+        raise
     limits = EngineLimits(
         block_size=layout.block_size,
         max_num_seqs=config.engine.max_num_seqs,

@@ -1,7 +1,8 @@
 """A worker's link to one router: it dials, introduces itself, and comes back by itself whatever happens.
 
-Liveness is judged by our own clock alone: every heartbeat is answered by a Beat, and a router that answers none for
-``router_dead_s`` is taken for gone: its requests are dropped here, and Hello is said again until it answers.
+Liveness is judged by our own clock alone: every heartbeat is answered by a Beat, and a router that answers
+none for ``router_dead_s`` is taken for gone: its requests are dropped here, and Hello is said again until it
+answers.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
 
 from pagerelay.common.errors import WireError
 from pagerelay.common.wire.auth import CurveKeys
@@ -47,6 +48,8 @@ class LinkOwner(Protocol):
 
     def message_dropped(self) -> None: ...
 
+    def task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]: ...
+
 
 class RouterLink:
     def __init__(
@@ -63,10 +66,11 @@ class RouterLink:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._beat())]
+        self._tasks = [self._owner.task(self._receive()), self._owner.task(self._beat())]
 
     async def send(self, message: Message) -> None:
-        """A router that cannot be reached loses the message: it will drop the request, or has gone with it."""
+        """A router that cannot be reached loses the message: it will drop the request, or has gone with
+        it."""
         try:
             await self._socket.send(encode(message))
         except PeerUnreachable:

@@ -1,26 +1,30 @@
 """One engine thread, and around it an event loop with the sockets and the clock.
 
-The engine computes on its own thread; its verbs are called from the event loop (they only take its lock). After
-every step and every verb the messages that the engine wants sent are collected in order and sent by one task.
+The engine computes on its own thread; its verbs are called from the event loop (they only take its lock).
+After every step and every verb the messages that the engine wants sent are collected in order and sent by one
+task.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from pagerelay.common.config import Config
 from pagerelay.common.engine.core import EngineCore, Outbox
+from pagerelay.common.errors import PagerelayError
 from pagerelay.common.service.link import RouterLink, monotonic
 from pagerelay.common.wire.auth import CurveKeys
 from pagerelay.common.wire.messages import Counters, Drain, Heartbeat, Hello, Load, Message, Role, ToWorker
+from pagerelay.common.wire.sockets import cancel_all
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +53,7 @@ class Worker(ABC):
         self._stopping = threading.Event()
         self._stopped = asyncio.Event()
         self._step_began: float | None = None
+        self._ledger_broken = False
         self._tasks: list[asyncio.Task[None]] = []
 
     # ------------------------------------------------------------------ subclasses
@@ -75,44 +80,55 @@ class Worker(ABC):
         """A last look at a message to a router, for durations: the engine has no clock."""
         return message
 
+    @abstractmethod
     def after_step(self) -> None:
         """Runs on the event loop after each step and verb."""
 
+    @abstractmethod
     def tick(self) -> None:
         """Runs a few times a second."""
 
     # ------------------------------------------------------------------ the life of the process
 
-    async def run(self, announce: Any = None) -> int:
-        """Serves until SIGTERM or SIGINT, drains, and returns the exit code. A second signal ends at once."""
+    async def run(self, announce: Callable[[dict[str, Any]], None], orphaned: Callable[[], bool]) -> int:
+        """Serves until SIGTERM or SIGINT, drains, and returns the exit code. A second signal ends at once.
+
+        ``orphaned``: has the launcher gone? Then there is nobody to finish anything for.
+        """
         self._loop = asyncio.get_running_loop()
-        self._parent = os.getppid()
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._signalled)
-        await self.start_data_link()
+        try:
+            await self.start_data_link()
+        except BaseException:
+            await self.stop_data_link()
+            raise
+        self.engine.on_planned = self._flush_from_thread
         thread = threading.Thread(target=self._step_forever, name="engine", daemon=True)
         thread.start()
         self._tasks = [self.task(self._send_forever()), self.task(self._tick_forever())]
         self._links = [
-            RouterLink(endpoint, self.keys, self, self.clock) for endpoint in self.config.worker.routers
+            RouterLink(endpoint, self.keys, self, self.clock)
+            for endpoint in dict.fromkeys(self.config.worker.routers)
         ]
         for link in self._links:
             link.start()
-        if announce is not None:
-            announce({"event": "ready", "worker_id": self.worker_id})
+        announce({"event": "ready", "worker_id": self.worker_id})
         await self._stopped.wait()
-        if (
-            self.exit_code == 0 and os.getppid() == self._parent
-        ):  # an orphan has nobody to finish anything for
+        if self.exit_code == 0 and not orphaned():
             await self._drain()
+        # The engine stops first: what its last step had to say is sent before the sockets close.
         self._stopping.set()
         self._wake.set()
-        for task in self._tasks:
-            task.cancel()
+        await asyncio.to_thread(thread.join, 5.0)
+        self.flush()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(2):
+                await self._outgoing.join()
+        cancel_all(self._tasks)
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(link.close() for link in self._links))
         await self.stop_data_link()
-        await asyncio.to_thread(thread.join, 5.0)
         return self.exit_code
 
     def task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -142,37 +158,47 @@ class Worker(ABC):
                 await link.send(self.heartbeat())
         deadline = self.clock() + self.config.worker.drain_s
         joined = any(link.router_id is not None for link in self._links)
-        while joined and self.clock() < deadline and not self.engine.check_idle():
+        while joined and self.clock() < deadline and not self._idle():
             await asyncio.sleep(0.05)
-        # The last messages leave before the sockets close.
-        while not self._outgoing.empty():
-            await asyncio.sleep(0.01)
+
+    def _idle(self) -> bool:
+        load = self.load()
+        return not (load.running or load.waiting or load.blocks.held or load.blocks.leased)
 
     # ------------------------------------------------------------------ engine thread
 
     def _step_forever(self) -> None:
+        try:
+            self._step_until_stopped()
+        except BaseException:
+            log.exception("the engine's thread failed")
+            self._loop.call_soon_threadsafe(self._give_up)
+
+    def _step_until_stopped(self) -> None:
         failed = 0
         while not self._stopping.is_set():
-            self._step_began = self.clock()
+            began = self._step_began = self.clock()
             try:
                 worked = self.engine.step()
-                failed = 0
+                failed = 0 if worked else failed
             except Exception:
                 # A fault belongs to the requests of its step. Only an engine that cannot step at all ends.
                 log.exception("a step failed")
                 self.engine.fail_step("the worker failed while computing this request")
                 failed, worked = failed + 1, True
                 if failed == MAX_FAILED_STEPS:
-                    self._loop.call_soon_threadsafe(self._give_up)
-                    return
-            if worked:
-                self._count_step(self.clock() - self._step_began)
+                    raise
             self._step_began = None
             if worked:
-                self._loop.call_soon_threadsafe(self.flush)
+                if not failed:
+                    self._count_step(self.clock() - began)
+                self._flush_from_thread()
             else:
                 self._wake.wait()
                 self._wake.clear()
+
+    def _flush_from_thread(self) -> None:
+        self._loop.call_soon_threadsafe(self.flush)
 
     def _count_step(self, seconds: float) -> None:
         stats, counters = self.engine.stats, self.counters
@@ -183,7 +209,7 @@ class Worker(ABC):
         counters.tokens_generated += stats.sampled
 
     def _give_up(self) -> None:
-        log.error("%d steps in a row failed: this worker ends", MAX_FAILED_STEPS)
+        log.error("the engine cannot go on: this worker ends")
         self.exit_code = 1
         self._stopped.set()
 
@@ -209,12 +235,24 @@ class Worker(ABC):
                 for link in self._links:
                     if link.router_id == router_id:
                         await link.send(self.outgoing(message))
+            self._outgoing.task_done()
 
     async def _tick_forever(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             self.tick()
             self.flush()
+            self._check_ledger()
+
+    def _check_ledger(self) -> None:
+        """Conservation, recounted whenever nothing runs. A broken ledger is a fault of ours: said once, and
+        loudly."""
+        if not self._ledger_broken and self._idle():
+            try:
+                self.engine.check_idle()
+            except PagerelayError as error:
+                self._ledger_broken = True
+                log.critical("%s", error)
 
     # ------------------------------------------------------------------ links' questions
 

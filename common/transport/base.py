@@ -8,7 +8,8 @@ close         gives everything back; after it no other verb may be called
 ============  ==============================================================================================
 
 Only the fetching side ever writes its own pool, and a copy counts only after the owner has confirmed that the
-lease still stood when the copy was complete (``Release`` → ``Released``), so a backend need not know of leases.
+lease still stood when the copy was complete (``Release`` → ``Released``), so a backend need not know of
+leases.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Peer(Protocol):
     def pool(self) -> PoolAddress: ...
 
     async def read(self, lease: int, block_ids: Sequence[int]) -> list[memoryview]:
-        """Asks for blocks over the wire and returns one frame each. Raises TransferError when the peer is lost."""
+        """Asks for blocks over the wire and returns one frame each. Raises TransferError when the peer is
+        lost."""
         ...
 
 

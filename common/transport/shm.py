@@ -1,9 +1,10 @@
 """POSIX shared memory: one copy, pool to pool, between workers that see the same ``/dev/shm``.
 
-A segment is a file ``/dev/shm/pagerelay-<random>`` of one header page and the pool. Its owner keeps an exclusive
-``flock`` on it for life, so whoever finds a segment that it can lock has found a dead worker's, and removes it.
-Readers map it read-only by ``mmap`` (``multiprocessing.shared_memory`` unlinks a segment when a mere reader exits,
-before Python 3.13) and prove by a nonce in the header that they opened what they were told about.
+A segment is a file ``/dev/shm/pagerelay-<random>`` of one header page and the pool. Its owner keeps an
+exclusive ``flock`` on it for life, so whoever finds a segment that it can lock has found a dead worker's, and
+removes it. Readers map it read-only by ``mmap`` (``multiprocessing.shared_memory`` unlinks a segment when a
+mere reader exits, before Python 3.13) and prove by a nonce in the header that they opened what they were told
+about.
 """
 
 from __future__ import annotations
@@ -14,43 +15,19 @@ import errno
 import fcntl
 import mmap
 import os
-import re
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
 from pagerelay.common.errors import StartupError, TransferError
+from pagerelay.common.segments import FOLDER, NAME, sweep_dead_segments
 from pagerelay.common.transport.base import Bytes, Peer, TransferBackend, host_id
 from pagerelay.common.wire.messages import PoolAddress
 
-FOLDER = Path("/dev/shm")  # noqa: S108 - the place of POSIX shared memory, not a temporary file
 HEADER_BYTES = 4096
-_NAME = re.compile(r"pagerelay-[0-9a-f]{32}")
-
-
-def sweep_dead_segments() -> int:
-    """Removes segments whose owners are gone, however they ended. Returns how many."""
-    removed = 0
-    for path in FOLDER.glob("pagerelay-*"):
-        if not _NAME.fullmatch(path.name):
-            continue
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            continue  # another user's, or just removed
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-            removed += 1
-        except OSError:
-            pass  # locked: its owner lives
-        finally:
-            os.close(fd)
-    return removed
 
 
 class ShmBackend(TransferBackend):
@@ -76,7 +53,13 @@ class ShmBackend(TransferBackend):
             ) from error
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX)
-            # Reserve every page now: a file that is only sized lazily kills the process by SIGBUS at some later write.
+            if os.fstat(self._fd).st_nlink == 0:
+                # Another worker's sweep came between creating and locking: it took the file for a dead one's.
+                os.close(self._fd)
+                self._fd = -1
+                return self.allocate(num_blocks, block_bytes)
+            # Reserve every page now: a file that is only sized lazily kills the process by SIGBUS at some
+            # later write.
             os.posix_fallocate(self._fd, 0, need)
             self._map = mmap.mmap(self._fd, need)
         except OSError as error:
@@ -106,11 +89,12 @@ class ShmBackend(TransferBackend):
         return self._address
 
     def attach(self, pool: PoolAddress) -> Bytes:
-        """The peer's pool ``[num_blocks, block_bytes]``, read-only. Raises TransferError naming why it cannot be read."""
+        """The peer's pool ``[num_blocks, block_bytes]``, read-only. Raises TransferError naming why it cannot
+        be read."""
         known = self._peers.get(pool.segment)
         if known is not None:
             return known
-        if pool.kind != "shm" or not _NAME.fullmatch(pool.segment):
+        if pool.kind != "shm" or not NAME.fullmatch(pool.segment):
             raise TransferError("the peer's pool is not in shared memory")
         if pool.host_id != host_id():
             raise TransferError("the peer is on another host")
@@ -135,16 +119,20 @@ class ShmBackend(TransferBackend):
         self._peers[pool.segment] = blocks
         return blocks
 
-    def detach(self, pool: PoolAddress) -> None:
-        """Forgets a dead peer's pool; the mapping goes when the last copy out of it ends."""
-        self._peers.pop(pool.segment, None)
+    def detach_gone(self) -> None:
+        """Forgets pools whose owners have removed them, so that their memory goes; a running copy keeps its
+        own."""
+        for segment in [name for name in self._peers if not (FOLDER / name).exists()]:
+            del self._peers[segment]
 
     async def fetch(
         self, peer: Peer, lease: int, sources: Sequence[int], into: Bytes, targets: Sequence[int]
     ) -> int:
         blocks = self.attach(peer.pool)
-        if sources and max(sources) >= len(blocks):
+        if sources and not 0 <= min(sources) <= max(sources) < len(blocks):
             raise TransferError("the peer announced a block that its pool does not have")
+        if blocks.shape[1] != into.shape[1]:
+            raise TransferError(f"the peer's blocks have {blocks.shape[1]} bytes, ours {into.shape[1]}")
         # numpy copies without the interpreter lock, so decoding goes on meanwhile.
         copying = asyncio.get_running_loop().run_in_executor(
             self._copier, self._copy, blocks, sources, into, targets
@@ -152,7 +140,8 @@ class ShmBackend(TransferBackend):
         try:
             await asyncio.shield(copying)
         finally:
-            # A cancelled fetch returns only when its copy has stopped: the targets are somebody else's afterwards.
+            # A cancelled fetch returns only when its copy has stopped: the targets are somebody else's
+            # afterwards.
             while not copying.done():
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([copying])

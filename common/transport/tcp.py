@@ -1,7 +1,9 @@
-"""Raw block frames over the data link: works between any two workers, and is what every other way falls back to.
+"""Raw block frames over the data link: works between any two workers, and is what every other way falls back
+to.
 
-The fetching side asks for blocks by id (``Read``) and gets one raw frame each (``Blocks``). What it has asked for
-and not yet got is its credit in use: never more than ``window`` blocks, so neither side queues without bound.
+The fetching side asks for blocks by id (``Read``) and gets one raw frame each (``Blocks``). What it has asked
+for and not yet got is its credit in use: never more than ``window`` blocks, so neither side queues without
+bound.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class TcpBackend(TransferBackend):
     async def fetch(
         self, peer: Peer, lease: int, sources: Sequence[int], into: Bytes, targets: Sequence[int]
     ) -> int:
-        half = max(1, self._window // 2)
+        half, at_once = max(1, self._window // 2), min(2, self._window)
         spans = [slice(i, i + half) for i in range(0, len(sources), half)]
         # Two spans in flight: while one is being copied in, the next is on the wire.
         pending: list[tuple[slice, asyncio.Task[list[memoryview]]]] = []
@@ -55,12 +57,13 @@ class TcpBackend(TransferBackend):
             for span in [*spans, None, None]:
                 if span is not None:
                     pending.append((span, asyncio.ensure_future(peer.read(lease, sources[span]))))
-                if len(pending) == 2 or (span is None and pending):
+                if len(pending) == at_once or (span is None and pending):
                     done, task = pending.pop(0)
                     moved += self._place(await task, into, targets[done])
         finally:
             for _, task in pending:
                 task.cancel()
+            await asyncio.gather(*(task for _, task in pending), return_exceptions=True)
         return moved
 
     @staticmethod

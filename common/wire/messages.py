@@ -36,9 +36,10 @@ class Message(Struct, frozen=True, kw_only=True, gc=False, tag=True, array_like=
 class SamplingParams(Struct, frozen=True, kw_only=True, gc=False):
     """How to choose tokens; already validated by the router, so workers trust it.
 
-    Randomness is a function of (``seed``, ``choice``, output position) alone, so neither the batch nor the worker
-    nor a recovery changes a token. ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off.
-    ``max_tokens`` and ``min_tokens`` count output tokens from position 0, those before a recovery included.
+    Randomness is a function of (``seed``, ``choice``, output position) alone, so neither the batch nor the
+    worker nor a recovery changes a token. ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p``
+    0 are off. ``max_tokens`` and ``min_tokens`` count output tokens from position 0, those before a recovery
+    included.
     """
 
     max_tokens: int
@@ -54,7 +55,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Layout(Struct, frozen=True, kw_only=True):
-    """What two workers must agree on before one may read the other's KV; compared at registration and at fetch."""
+    """What two workers must agree on before one may read the other's KV; compared at registration and at
+    fetch."""
 
     protocol: int
     model_digest: str
@@ -80,10 +82,11 @@ class Layout(Struct, frozen=True, kw_only=True):
 
 
 class PoolAddress(Struct, frozen=True, kw_only=True):
-    """Where a pool's bytes can be read. ``kind`` "shm": a segment name under /dev/shm; "tcp": the data endpoint alone.
+    """Where a pool's bytes can be read. ``kind`` "shm": a segment name under /dev/shm; "tcp": the data
+    endpoint alone.
 
-    ``host_id`` is the kernel's boot id and ``nonce`` stands in the segment's header: a reader proves that it has
-    opened the right memory before it trusts a byte of it.
+    ``host_id`` is the kernel's boot id and ``nonce`` stands in the segment's header: a reader proves that it
+    has opened the right memory before it trusts a byte of it.
     """
 
     kind: Literal["shm", "tcp"]
@@ -129,7 +132,8 @@ class Load(Struct, frozen=True, kw_only=True):
 
 
 class TokenDelta(Struct, frozen=True, kw_only=True, gc=False):
-    """One output token. ``index`` is its position in the output, so a repeated one is recognised and dropped."""
+    """One output token. ``index`` is its position in the output, so a repeated one is recognised and
+    dropped."""
 
     request_id: str
     attempt: int
@@ -138,7 +142,8 @@ class TokenDelta(Struct, frozen=True, kw_only=True, gc=False):
     finish_reason: FinishReason | None = None
 
 
-# ------------------------------------------------------------------------------------------------ worker → router
+# ------------------------------------------------------------------------------------------------ worker →
+# router
 
 
 class Hello(Message, frozen=True):
@@ -236,7 +241,8 @@ class Goodbye(Message, frozen=True):
     pass
 
 
-# ------------------------------------------------------------------------------------------------ router → worker
+# ------------------------------------------------------------------------------------------------ router →
+# worker
 
 
 class Welcome(Message, frozen=True):
@@ -248,7 +254,8 @@ class Welcome(Message, frozen=True):
 class Refused(Message, frozen=True):
     reason: str
     fatal: bool
-    """True: this worker can never be paired as it is configured. False: say Hello again (the router restarted)."""
+    """True: this worker can never be paired as it is configured. False: say Hello again (the router
+    restarted)."""
 
 
 class Beat(Message, frozen=True):
@@ -293,6 +300,8 @@ class Fetch(Message, frozen=True):
     """Opens the fetch of a lease. Blocks before ``from_block`` are already on D and are not announced."""
 
     lease: int
+    incarnation: str
+    """Of the worker that gave the lease: another process at its address must not take it for its own."""
     from_block: int
     layout: Layout
 
@@ -309,7 +318,8 @@ class Renew(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """``received`` true: the copy is complete, may I use it? ``Released.ok`` answers. False: no longer wanted."""
+    """``received`` true: the copy is complete, may I use it? ``Released.ok`` answers. False: no longer
+    wanted."""
 
     lease: int
     received: bool

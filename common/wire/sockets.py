@@ -56,7 +56,8 @@ class ServerSocket:
         self._socket: Any = None
 
     def bind(self, host: str, port: int, setting: str) -> int:
-        """Binds and returns the real port. Raises ConfigError (no key) or StartupError (taken), naming the setting."""
+        """Binds and returns the real port. Raises ConfigError (no key) or StartupError (taken), naming the
+        setting."""
         require_key_off_loopback(host, self._keys, setting)
         if self._gate is not None:
             self._gate.start()
@@ -86,7 +87,8 @@ class ServerSocket:
         return parts[0].bytes, [part.buffer for part in parts[1:]]
 
     async def send(self, peer: bytes, *frames: Any, copy: bool = True) -> None:
-        """Raises :class:`PeerUnreachable`. With ``copy=False`` the frames' memory must outlive the sending."""
+        """Raises :class:`PeerUnreachable`. With ``copy=False`` the frames' memory must outlive the
+        sending."""
         await _send(self._socket, [peer, *frames], copy)
 
     def close(self) -> None:
@@ -118,9 +120,9 @@ class ClientSocket:
     async def send(self, *frames: Any) -> None:
         await _send(self._socket, frames, copy=True)
 
-    def close(self) -> None:
-        self._socket.close()
-        self._context.destroy(linger=LINGER_MS)
+    def close(self, linger_ms: int = LINGER_MS) -> None:
+        self._socket.close(linger=linger_ms)
+        self._context.destroy(linger=linger_ms)
 
 
 def cancel_all(tasks: Sequence[asyncio.Task[Any]]) -> None:

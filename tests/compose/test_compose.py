@@ -391,6 +391,7 @@ class Load:
 
 def test_decode_scales_up_and_down_under_load(deployment: Deployment) -> None:
     """1 → 2 → 1 decode workers while streams run: the new one works, and no request is lost."""
+    fell_back = transfers(deployment).get("tcp", 0)
     first = set(deployment.workers("decode"))
     with Load(deployment, threads=4, max_tokens=48, at_most_s=240) as load:
         wait_for("streams run", lambda: len(load.streams) >= 4, 60)
@@ -399,7 +400,13 @@ def test_decode_scales_up_and_down_under_load(deployment: Deployment) -> None:
             "a second decode worker has registered", lambda: deployment.is_ready(prefill=1, decode=2), 90
         )
         [added] = set(deployment.workers("decode")) - first
-        wait_for("the new decode worker has fetched KV", lambda: transfers(deployment, added), 60)
+        wait_for(
+            "the new decode worker fetches KV from shared memory too",
+            lambda: transfers(deployment, added).get("shm", 0) > 4,
+            60,
+        )
+
+        assert transfers(deployment).get("tcp", 0) == fell_back
 
         since = str(int(time.time()))
         deployment.scale(decode=1)

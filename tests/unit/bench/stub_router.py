@@ -46,7 +46,7 @@ class StubRouter:
                         first_index=0, handle=handle,
                     )  # fmt: skip
                     await self.send("decode", decode)
-                case wire.FirstToken(delta=delta):
+                case wire.FirstToken(delta=delta):  # what HandedOver repeats is not looked at
                     self.queues[delta.request_id].put_nowait(delta)
                 case wire.Tokens(deltas=deltas):
                     for delta in deltas:

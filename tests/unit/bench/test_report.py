@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pagerelay.bench.report import figures_table, header, number, stamped, table, write_json
+from pagerelay.bench.report import figures_table, header, noise_note, number, stamped, table, write_json
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,12 @@ def test_rows_without_a_value_are_left_out() -> None:
     assert len(lines) == 4
     assert lines[2].split() == ["ok", "5", "8"]
     assert lines[3].split() == ["ITL", "p99", "ms", "-", "12.3"]
+
+
+def test_other_load_is_pointed_out() -> None:
+    assert noise_note([]) is None
+    assert noise_note([{"other_cores": None}, {"other_cores": 0.1}]) is None
+    assert "up to 1.50 cores" in (noise_note([{"other_cores": 0.1}, {"other_cores": 1.5}]) or "")
 
 
 def test_the_file_says_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,10 +37,10 @@ def test_all_phases(
     assert os.sched_getaffinity(0) == cores
     [path] = (tmp_path / "out").glob("router-*.json")
     phases = json.loads(path.read_text())["phases"]
-    assert list(phases) == ["idle", "short answers", "streams", "moderate load"]
-    assert [(phase["failed"], phase["miscounted"]) for phase in phases.values()] == [(0, 0)] * 4
+    assert list(phases) == ["idle", "short answers", "streams", "flood", "moderate load"]
+    assert [(phase["failed"], phase["miscounted"]) for phase in phases.values()] == [(0, 0)] * 5
     assert phases["short answers"]["requests_per_s"] > 20
-    for name in ("idle", "streams", "moderate load"):
+    for name in ("idle", "streams", "flood", "moderate load"):
         assert 0 < phases[name]["added_p50"] <= phases[name]["added_p99"] < 1000
         assert phases[name]["ttft_p50"] > 0
     assert phases["moderate load"]["wall_s"] > 8 * router.MODERATE_STEP_MS / 1e3

@@ -131,7 +131,7 @@ def test_a_request_is_answered_word_by_word(workers: Any, router: RouterEnd, tim
         handle=started.handle,
     )  # fmt: skip
     router.send("decode", decode)
-    answer_of(router, wire.HandedOver)
+    assert answer_of(router, wire.HandedOver).first == first
     deltas = [delta for _ in range(2) for delta in answer_of(router, wire.Tokens).deltas]
     assert [delta.index for delta in deltas] == [1, 2]
     assert [delta.finish_reason for delta in deltas] == [None, "length"]

@@ -1,0 +1,153 @@
+"""A real cluster for tests: the launcher that users run, on free ports, and a small HTTP client for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from pagerelay.cli.local import Child, LocalCluster
+from pagerelay.common.config import load_config
+
+FREE_PORTS = {"router.port": "0", "router.workers_endpoint": "tcp://127.0.0.1:0"}
+
+
+@contextmanager
+def running(model: Path, *, restart: bool = False, **settings: object) -> Iterator[Cluster]:
+    """A cluster with ``settings`` (``cluster__decode=2``), stopped and checked for lost processes
+    afterwards."""
+    flags = FREE_PORTS | {"model.path": str(model), "cache.num_blocks": "512", "engine.threads": "1"}
+    flags |= {name.replace("__", "."): str(value) for name, value in settings.items()}
+    launcher = LocalCluster(load_config(None, flags, {}), restart=restart, quiet=True)
+    with launcher:
+        yield Cluster(launcher)
+    assert all(child.process.poll() is not None for child in launcher.children)
+
+
+class Cluster:
+    def __init__(self, launcher: LocalCluster) -> None:
+        self.launcher = launcher
+        self.url = launcher.url
+
+    # ------------------------------------------------------------------ processes
+
+    def child(self, name: str) -> Child:
+        return next(child for child in self.launcher.children if child.name == name)
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        os.kill(self.child(name).process.pid, number)
+
+    def revive(self, name: str) -> None:
+        """Starts a worker that was killed again, as an operator would."""
+        child = self.child(name)
+        child.process.wait(10)
+        os.close(child.events)
+        child.process, child.events = self.launcher._popen(child.arguments)
+
+    # ------------------------------------------------------------------ state
+
+    async def get(self, path: str) -> Any:
+        async with aiohttp.ClientSession() as session, session.get(self.url + path) as response:
+            text = await response.text()
+            return json.loads(text) if response.content_type == "application/json" else text
+
+    async def workers(self, role: str | None = None) -> list[dict[str, Any]]:
+        return [w for w in (await self.get("/cluster"))["workers"] if role in (None, w["role"])]
+
+    async def until(self, what: str, condition: Any, seconds: float = 10.0) -> None:
+        """Polls an async condition; a time limit is a bound on the system, not a measurement."""
+        deadline = time.monotonic() + seconds
+        while not await condition():
+            assert time.monotonic() < deadline, (
+                f"after {seconds} s still not: {what}; {await self.get('/cluster')}"
+            )
+            await asyncio.sleep(0.05)
+
+    async def idle(self, seconds: float = 10.0) -> None:
+        """Every block is free or cached again, nothing runs or waits anywhere."""
+
+        async def quiet() -> bool:
+            state = await self.get("/cluster")
+            loads = [worker["load"] for worker in state["workers"]]
+            return not state["requests_running"] and all(
+                load["blocks"]["held"] == load["blocks"]["leased"] == load["running"] == load["waiting"] == 0
+                and load["blocks"]["free"] + load["blocks"]["cached"] == load["blocks"]["total"]
+                for load in loads
+            )
+
+        await self.until("idle", quiet, seconds)
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """Sum of the samples of a metric that carry these labels."""
+        total = 0.0
+        for line in (await self.get("/metrics")).splitlines():
+            head, _, value = line.rpartition(" ")
+            if head.split("{")[0] == name and all(f'{k}="{v}"' in head for k, v in labels.items()):
+                total += float(value)
+        return total
+
+    # ------------------------------------------------------------------ requests
+
+    async def generate(self, prompt: str | list[int], max_tokens: int, **fields: Any) -> dict[str, Any]:
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True} | fields
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(self.url + "/generate", json=body) as response,
+        ):
+            answer = await response.json()
+            assert response.status == 200, answer
+            return answer
+
+    async def ids(self, prompt: str | list[int], max_tokens: int, **fields: Any) -> list[int]:
+        return (await self.generate(prompt, max_tokens, **fields))["choices"][0]["token_ids"]
+
+    async def stream(
+        self, prompt: str | list[int], max_tokens: int, **fields: Any
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Events of a ``/generate`` stream; an error event comes as it is."""
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True} | fields
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(self.url + "/generate", json=body | {"stream": True}) as response,
+        ):
+            assert response.status == 200, await response.text()
+            async for event in sse(response):
+                yield event
+
+
+async def sse(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    """Strict: every event is one ``data:`` line and a blank line; nothing follows ``[DONE]``; no other end is
+    clean."""
+    assert response.headers["Content-Type"].startswith("text/event-stream")
+    done = False
+    async for raw in response.content:
+        line = raw.decode("utf-8")
+        assert line.endswith("\n")
+        line = line.rstrip("\n")
+        if not line or line.startswith(":"):
+            continue
+        assert line.startswith("data: "), line
+        assert not done, line
+        if line == "data: [DONE]":
+            done = True
+            continue
+        event = json.loads(line.removeprefix("data: "))
+        yield event
+        done = "error" in event
+    assert done, "the stream ended without [DONE] and without an error"
+
+
+def joined(events: list[dict[str, Any]]) -> tuple[list[int], str, str | None]:
+    """(ids, text, finish reason) of a one-choice stream."""
+    choices = [choice for event in events for choice in event["choices"]]
+    ids = [token for choice in choices for token in choice["token_ids"]]
+    reasons = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+    return ids, "".join(choice["text"] for choice in choices), reasons[0] if reasons else None

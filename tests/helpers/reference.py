@@ -1,0 +1,56 @@
+"""What one undisturbed process says: transformers' own generate in fp32, and prompts to ask it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+NEAR_TIE = 1e-4
+EDGES = (1, 15, 16, 17, 31, 32, 33, 600)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """``ids``: greedy; ``sure``: how many of them come before the first near-tie of the two best logits."""
+
+    ids: list[int]
+    sure: int
+
+
+def prompts(folder: Path, count: int, longest: int = 600) -> list[list[int]]:
+    """``count`` prompts of English text, 1 to ``longest`` tokens, the block edges among them; the same every
+    time."""
+    licence = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(licence, add_special_tokens=False).ids
+    rng = random.Random(20)
+    edges = [length for length in EDGES if length <= longest][:count]
+    # Mostly short, some long: the product of two uniform numbers.
+    lengths = edges + [1 + int(longest * rng.random() * rng.random()) for _ in range(count - len(edges))]
+    starts = [rng.randrange(len(ids) - longest) for _ in lengths]
+    return [ids[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+
+
+def greedy(folder: Path, wanted: list[list[int]], num_tokens: int) -> Iterator[Expected]:
+    """``generate`` without sampling and without stopping, one prompt at a time."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for prompt in wanted:
+        out = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=num_tokens,
+            min_new_tokens=None,
+            eos_token_id=model.config.vocab_size,  # an id that is never sampled: never stop
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        gaps = [float(top[0] - top[1]) for top in (logits[0].topk(2).values for logits in out.logits)]
+        sure = next((index for index, gap in enumerate(gaps) if gap < NEAR_TIE), num_tokens)
+        yield Expected(out.sequences[0, len(prompt) :].tolist(), sure)
