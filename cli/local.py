@@ -167,10 +167,16 @@ class LocalCluster:
         """Serves until interrupted, or until the router ends by itself."""
         while not self.interrupted:
             self.pump(0.2)
-            for child in self.children:
-                code = child.process.poll()
-                if code is not None and not self._revive(child, code):
-                    return
+            if not self.revive_dead():
+                return
+
+    def revive_dead(self) -> bool:
+        """Starts again what ended by itself; false if the cluster cannot go on."""
+        for child in self.children:
+            code = child.process.poll()
+            if code is not None and not self._revive(child, code):
+                return False
+        return True
 
     def _revive(self, child: Child, code: int) -> bool:
         """False if the cluster cannot go on without this child."""

@@ -53,6 +53,7 @@ class PrefillWorker(Worker):
         super().__init__(config, keys)
         self._parts = parts
         self._endpoint = ""
+        self._data_port = 0
         self._data = ServerSocket(keys)
         self.engine: PrefillEngine = PrefillEngine(
             parts.runner,
@@ -85,13 +86,17 @@ class PrefillWorker(Worker):
     async def start_data_link(self) -> None:
         settings = self.config.worker
         port = self._data.bind(settings.data_host, settings.data_port, "worker.data_host")
-        host = settings.advertise_host or (
-            settings.data_host
-            if address.is_loopback(settings.data_host)
-            else address.address_towards(settings.routers[0])
-        )
-        self._endpoint = address.join(host, port)
+        self._data_port = port
+        self._find_endpoint()
         self._serving = self.task(self._serve())
+
+    def _find_endpoint(self) -> None:
+        """What decode workers are told. Looked up again with every Hello: a router's name may not resolve at start."""
+        settings = self.config.worker
+        host = settings.advertise_host
+        if host is None and not address.is_loopback(settings.data_host):
+            host = address.address_towards(settings.routers[0])
+        self._endpoint = address.join(host or settings.data_host, self._data_port)
 
     async def stop_data_link(self) -> None:
         if self._serving is not None:
@@ -147,6 +152,7 @@ class PrefillWorker(Worker):
     # ------------------------------------------------------------------ routers
 
     def hello(self) -> Hello:
+        self._find_endpoint()
         return Hello(
             worker_id=self.worker_id,
             incarnation=self.incarnation,

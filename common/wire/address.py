@@ -44,8 +44,11 @@ def numeric(host: str, setting: str) -> str:
     return str(info[0][4][0])
 
 
-def address_towards(endpoint: str) -> str:
-    """This host's own address on the way to ``endpoint``: what others can reach us by. No packet is sent."""
+def address_towards(endpoint: str) -> str | None:
+    """This host's own address on the way to ``endpoint``: what others can reach us by. No packet is sent.
+
+    ``None`` while the name does not resolve or there is no route: ask again later.
+    """
     host, port = parse(endpoint, "worker.routers")
     try:
         family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -53,4 +56,4 @@ def address_towards(endpoint: str) -> str:
             probe.connect(target)
             return str(probe.getsockname()[0])
     except OSError:
-        return "127.0.0.1"
+        return None

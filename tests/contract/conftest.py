@@ -66,7 +66,9 @@ async def serve_blocks(server: ServerSocket, blocks: Bytes) -> None:
             await server.send(peer, encode(LeaseLost(lease=message.lease, reason="no such lease")))
             continue
         header = encode(Blocks(lease=message.lease, block_ids=message.block_ids))
-        await server.send(peer, header, *(memoryview(blocks[block]) for block in message.block_ids), copy=False)
+        await server.send(
+            peer, header, *(memoryview(blocks[block]) for block in message.block_ids), copy=False
+        )
 
 
 async def stop(task: asyncio.Task[Any]) -> None:
@@ -101,7 +103,11 @@ async def make_pair() -> AsyncIterator[MakePair]:
     async with AsyncExitStack() as stack:
 
         async def make(
-            way: str, blocks: int = 8, block_bytes: int = 64, window: int = 4, reader_block_bytes: int | None = None
+            way: str,
+            blocks: int = 8,
+            block_bytes: int = 64,
+            window: int = 4,
+            reader_block_bytes: int | None = None,
         ) -> Pair:
             owner, reader = make_backend(way), make_backend(way, window)
             stack.callback(owner.close)

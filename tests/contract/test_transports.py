@@ -198,7 +198,9 @@ def test_a_readers_end_leaves_the_owners_segment_whole(
     other.close()
 
 
-def test_a_killed_owners_segment_goes_with_the_next_start(owned: tuple[ShmBackend, Bytes, PoolAddress]) -> None:
+def test_a_killed_owners_segment_goes_with_the_next_start(
+    owned: tuple[ShmBackend, Bytes, PoolAddress],
+) -> None:
     dead = Child("own", "wait")
     left = segment(json.decode(dead.said, type=PoolAddress))
     assert left.exists()
@@ -318,7 +320,9 @@ def test_too_little_shared_memory_says_need_have_and_remedy(
     assert {path for path in set(SHM.iterdir()) - before if path.name.startswith("pagerelay-")} == set()
 
 
-def test_another_fault_of_the_folder_is_told_as_it_is(shm: ShmBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_fault_of_the_folder_is_told_as_it_is(
+    shm: ShmBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 

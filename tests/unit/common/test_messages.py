@@ -35,7 +35,9 @@ JOB: dict[str, Any] = {
     "sampling": SAMPLING,
     "first_index": 1,
 }
-COUNTERS = m.Counters(tokens_generated=3, step_seconds=0.5, fetched_blocks={"shm": 2}, fetched_bytes={"tcp": 9})
+COUNTERS = m.Counters(
+    tokens_generated=3, step_seconds=0.5, fetched_blocks={"shm": 2}, fetched_bytes={"tcp": 9}
+)
 LOAD = m.Load(blocks=m.BlockCounts(total=4, free=1, held=1, leased=1, cached=1), waiting=2, draining=True)
 
 LINKS: list[tuple[str, Any, list[m.Message]]] = [
@@ -131,23 +133,21 @@ def test_a_newer_versions_optional_field_is_tolerated(union: Any, message: m.Mes
 def test_a_missing_or_mistyped_field_is_refused_by_name(union: Any, message: m.Message) -> None:
     fields = msgspec.msgpack.decode(encode(message))
     decode: Decoder[Any] = Decoder(union)
-    optional = {
-        field.encode_name for field in msgspec.structs.fields(type(message)) if not field.required
-    }
+    optional = {field.encode_name for field in msgspec.structs.fields(type(message)) if not field.required}
     for name in set(fields) - {"type"}:
         if name not in optional:
             missing = {key: value for key, value in fields.items() if key != name}
             with pytest.raises(WireError, match=rf"missing required field `{name}`"):
                 decode(msgspec.msgpack.encode(missing))
-        with pytest.raises(WireError, match=rf"at `\$\.{name}`"):
+        with pytest.raises(WireError, match=rf"`\$\.{name}[\[`]"):
             decode(msgspec.msgpack.encode(fields | {name: {1: None}}))
 
 
 @pytest.mark.parametrize(
     ("change", "path"),
     [
-        ({"token_ids": [1, "2"]}, r"\$\.token_ids\[\.\.\.\]"),
-        ({"token_ids": [1.5]}, r"\$\.token_ids\[\.\.\.\]"),
+        ({"token_ids": [1, "2"]}, r"\$\.token_ids\[1\]"),
+        ({"token_ids": [1.5]}, r"\$\.token_ids\[0\]"),
         ({"sampling": {"max_tokens": "5"}}, r"\$\.sampling\.max_tokens"),
         ({"attempt": True}, r"\$\.attempt"),
         ({"request_id": 5}, r"\$\.request_id"),
@@ -167,7 +167,7 @@ def test_a_link_takes_only_its_own_messages() -> None:
 def test_an_enum_is_closed() -> None:
     fields = msgspec.msgpack.decode(encode(m.Tokens(deltas=[DELTA])))
     fields["deltas"][0]["finish_reason"] = "bored"
-    with pytest.raises(WireError, match=r"\$\.deltas\[\.\.\.\]\.finish_reason"):
+    with pytest.raises(WireError, match=r"\$\.deltas\[0\]\.finish_reason"):
         Decoder[Any](m.ToRouter)(msgspec.msgpack.encode(fields))
 
 
@@ -214,5 +214,3 @@ def test_the_layout_difference_names_the_field_and_both_values() -> None:
     assert LAYOUT.difference(other) == "dtype: 'float32' here, 'bfloat16' there"
     assert LAYOUT.block_bytes == 1 * 2 * 1 * 4 * 1 * 4
     assert other.block_bytes == 1 * 2 * 1 * 64 * 1 * 2
-
-

@@ -115,7 +115,9 @@ async def test_a_peer_that_does_not_read_is_told_apart(
             await server.send(peer, big)
 
 
-async def test_a_client_whose_server_is_not_there_runs_full(dial: Dial, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_whose_server_is_not_there_runs_full(
+    dial: Dial, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sockets, "HIGH_WATER", 4)
     client = dial(free_port(), None)
     with pytest.raises(PeerUnreachable):
@@ -124,7 +126,9 @@ async def test_a_client_whose_server_is_not_there_runs_full(dial: Dial, monkeypa
     client.close(0)
 
 
-async def test_who_comes_back_under_its_identity_replaces_its_old_connection(serve: Serve, dial: Dial) -> None:
+async def test_who_comes_back_under_its_identity_replaces_its_old_connection(
+    serve: Serve, dial: Dial
+) -> None:
     server, port = serve(None)
     await dial(port, None, b"same").send(b"first")
     await receive(server)
@@ -150,7 +154,9 @@ async def test_a_port_in_use_names_its_setting() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(StartupError, match=rf"worker\.data_host: cannot bind 127\.0\.0\.1:{port}.*in use"):
+        with pytest.raises(
+            StartupError, match=rf"worker\.data_host: cannot bind 127\.0\.0\.1:{port}.*in use"
+        ):
             ServerSocket(None).bind("127.0.0.1", port, "worker.data_host")
 
 
@@ -179,7 +185,9 @@ async def test_with_a_key_every_address_may_be_bound() -> None:
 
 async def test_a_host_that_does_not_exist_is_said() -> None:
     server = ServerSocket(KEYS)
-    with pytest.raises(ConfigError, match=r"worker\.data_host: the host 'nowhere\.invalid' cannot be resolved"):
+    with pytest.raises(
+        ConfigError, match=r"worker\.data_host: the host 'nowhere\.invalid' cannot be resolved"
+    ):
         server.bind("nowhere.invalid", 0, "worker.data_host")
     server.close()
 
@@ -222,7 +230,17 @@ def test_endpoints(endpoint: str, parsed: tuple[str, int]) -> None:
 
 @pytest.mark.parametrize(
     "endpoint",
-    ["", "127.0.0.1:5555", "tcp://", "tcp://host", "tcp://:5", "tcp://h:65536", "tcp://h:-1", "tcp://h:x", "ipc://h:1"],
+    [
+        "",
+        "127.0.0.1:5555",
+        "tcp://",
+        "tcp://host",
+        "tcp://:5",
+        "tcp://h:65536",
+        "tcp://h:-1",
+        "tcp://h:x",
+        "ipc://h:1",
+    ],
 )
 def test_what_is_no_endpoint_names_its_setting(endpoint: str) -> None:
     with pytest.raises(ConfigError, match=r"worker\.routers: .* is not of the form tcp://HOST:PORT"):

@@ -1,0 +1,164 @@
+"""The command line: what it refuses and how, Ctrl-C, and that nothing outlives the launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from cluster import running
+
+COMMAND = [sys.executable, "-m", "pagerelay.cli"]
+
+
+def run(*arguments: str, timeout: float = 30.0) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def one_line(result: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert result.returncode not in (0, 1)
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("pagerelay: ")
+    for word in words:
+        assert word in lines[0]
+
+
+def test_wrong_settings_are_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "pagerelay.yaml"
+    file.write_text("engine: {max_num_seq: 3}\n")
+    one_line(run("up", "--config", str(file)), "max_num_seq", str(file))
+    file.write_text("engine: {threads: 1, threads: 2}\n")
+    one_line(run("up", "--config", str(file)), "threads", "twice")
+    one_line(run("up", "--config", str(tmp_path / "none.yaml")), "none.yaml")
+    one_line(run("router", "--set", "router.prot=3"), "router.prot")
+    one_line(run("decode", "--router", "localhost:5555", "--model", "tiny-llama"), "tcp://HOST:PORT")
+    one_line(run("up", "--model", str(tmp_path / "no-model")), "no-model", "no such folder")
+    one_line(run("up", "--port", "99999"), "router.port")
+
+
+def test_off_loopback_needs_a_key(tiny_dir: Path) -> None:
+    one_line(
+        run("router", "--model", str(tiny_dir), "--workers-endpoint", "tcp://0.0.0.0:0", "--port", "0"),
+        "keygen",
+        "router.workers_endpoint",
+    )
+
+
+@pytest.mark.parametrize("setting", ["router.port", "router.workers_endpoint"])
+def test_port_in_use_names_the_setting(tiny_dir: Path, setting: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        flags = {"router.port": "0", "router.workers_endpoint": "tcp://127.0.0.1:0"}
+        flags[setting] = str(port) if setting == "router.port" else f"tcp://127.0.0.1:{port}"
+        settings = [part for name, value in flags.items() for part in ("--set", f"{name}={value}")]
+        one_line(run("router", "--model", str(tiny_dir), *settings), setting, str(port))
+
+
+def test_config_prints_what_is_in_force(tmp_path: Path) -> None:
+    key = run("keygen").stdout.strip()
+    assert len(key) >= 32
+    result = run("config", "--set", f"cluster.key={key}", "--decode", "3")
+    assert result.returncode == 0
+    assert key not in result.stdout
+    assert "decode: 3" in result.stdout
+
+
+@contextmanager
+def launched(model: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """``pagerelay up`` in a process group of its own, as a shell would start it; yields it and its URL."""
+    command = [
+        *COMMAND,
+        "up",
+        "--model",
+        str(model),
+        "--port",
+        "0",
+        "--workers-endpoint",
+        "tcp://127.0.0.1:0",
+    ]
+    command += ["--num-blocks", "256", "--threads", "1"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None
+        url = next(line.split()[2] for line in process.stdout if line.startswith("  generate"))
+        yield process, url.removesuffix("/generate")
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def pids(url: str) -> list[int]:
+    with urllib.request.urlopen(url + "/cluster") as response:
+        return [worker["pid"] for worker in json.load(response)["workers"]]
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def segments() -> set[str]:
+    """Names of all KV pools in shared memory: those of clusters that other tests share, too."""
+    return {path.name for path in Path("/dev/shm").glob("pagerelay-*")}
+
+
+def assert_gone(children: list[int], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not all(gone(pid) for pid in children):
+        assert time.monotonic() < deadline, "a child outlived the launcher"
+        time.sleep(0.05)
+
+
+def test_ctrl_c_finishes_what_runs(tiny_dir: Path) -> None:
+    with launched(tiny_dir) as (process, url):
+        children = pids(url)
+        body = json.dumps({"prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True}).encode()
+        request = urllib.request.Request(url + "/generate", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request) as stream:
+            stream.readline()
+            os.kill(process.pid, signal.SIGINT)
+            rest = stream.read().decode()
+        assert rest.endswith("data: [DONE]\n\n")
+        assert process.wait(30) == 0
+        assert_gone(children, 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+def test_nothing_outlives_the_launcher(tiny_dir: Path, number: signal.Signals) -> None:
+    before = segments()
+    with launched(tiny_dir) as (process, url):
+        children = pids(url)
+        assert segments() > before
+        os.kill(process.pid, number)
+        process.wait(40)
+        assert_gone(children, 5)
+    assert segments() == before, "a KV pool was left in memory"
+
+
+def test_a_worker_that_dies_is_started_again(tiny_dir: Path) -> None:
+    with running(tiny_dir, restart=True) as cluster:
+        first = cluster.child("decode-1").process.pid
+        os.kill(first, signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while cluster.child("decode-1").process.pid == first or cluster.child("decode-1").ready is None:
+            assert time.monotonic() < deadline
+            cluster.launcher.pump(0.1)
+            cluster.launcher.revive_dead()
