@@ -9,6 +9,8 @@ W3    16 clients, 32 requests: 512 shared tokens + 32 of their own in, 32 out   
 W4b   8 streams, 32 in, 128 out, nothing else                                       baseline of W4 and W4l
 W4l   the same 8 streams while a new prompt of 1,024 tokens (8 out) comes each 10 s  decode beside prefill
 W4    the same, one each 2 s                                                        the same, harder
+B16   16 requests at once, 64 in, 128 out                                           batching, beside B1
+B1    the same 16, one after another                                                its baseline
 ====  ============================================================================  ========================
 
 Prompts are random common words. One or two calibration requests per shape read the server's own count of
@@ -66,6 +68,8 @@ WORKLOADS: dict[str, Shape] = {
     "W4l": Shape(
         clients=8, requests=8, prompt_tokens=32, output_tokens=128, interfere_every_s=10.0, max_s=60.0
     ),
+    "B16": Shape(clients=16, requests=16, prompt_tokens=64, output_tokens=128),
+    "B1": Shape(clients=1, requests=16, prompt_tokens=64, output_tokens=128),
     "W4": Shape(
         clients=8, requests=8, prompt_tokens=32, output_tokens=128, interfere_every_s=2.0, max_s=60.0
     ),

@@ -49,6 +49,14 @@ class Child:
     restarts: list[float] = field(default_factory=list)
 
 
+class ChildEnded(Exception):
+    """A service ended while starting. With code 2 or 3 it has said why, in its own one line."""
+
+    def __init__(self, name: str, code: int) -> None:
+        super().__init__(f"{name} ended while starting (exit code {code}); see its messages above")
+        self.code = code
+
+
 class LocalCluster:
     """Starts, watches and stops the processes. Use as a context manager; leaving it stops everything."""
 
@@ -161,7 +169,7 @@ class LocalCluster:
             self.pump(0.1)
             for child in self.children:
                 if child.process.poll() is not None and child.ready is None:
-                    raise StartupError(f"{child.name} ended while starting; its message stands above")
+                    raise ChildEnded(child.name, child.process.returncode)
 
     def watch(self) -> None:
         """Serves until interrupted, or until the router ends by itself."""
@@ -271,12 +279,17 @@ def up(config: Config) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupt)
-    with cluster:
-        print(_banner(cluster, config), flush=True)
-        cluster.watch()
-        if not cluster.interrupted:
-            return 1
-        print("draining; Ctrl-C again ends at once", file=sys.stderr, flush=True)
+    try:
+        with cluster:
+            print(_banner(cluster, config), flush=True)
+            cluster.watch()
+            if not cluster.interrupted:
+                return 1
+            print("draining; Ctrl-C again ends at once", file=sys.stderr, flush=True)
+    except ChildEnded as ended:
+        if ended.code in (2, 3):
+            return ended.code
+        raise StartupError(str(ended)) from ended
     return 0
 
 

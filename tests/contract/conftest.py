@@ -1,4 +1,4 @@
-"""Pairs of transfer backends with a link between them: every way by which blocks get from one pool to another."""
+"""Pairs of transfer backends with a link between them: every way of blocks from one pool to another."""
 
 from __future__ import annotations
 

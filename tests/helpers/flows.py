@@ -61,7 +61,7 @@ def registry(clock: Clock) -> WorkerRegistry:
 
 
 class Links:
-    """Stands in for ``WorkerLinks``. ``sent``: (worker, message). ``broken``: workers that cannot be reached."""
+    """Stands in for ``WorkerLinks``: ``sent`` is (worker, message)s, ``broken`` cannot be reached."""
 
     def __init__(self, workers: WorkerRegistry) -> None:
         self.registry = workers
@@ -79,7 +79,7 @@ class Links:
 
 
 class House:
-    """A router's inside with some workers: ``House("p1", "p2", "d1")`` by their first letters, c is colocated."""
+    """A router's inside with some workers, ``House("p1", "p2", "d1")``; c is a colocated one."""
 
     ROLES = {"p": "prefill", "d": "decode", "c": "colocated"}  # noqa: RUF012 - never changed
 

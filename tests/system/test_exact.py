@@ -89,6 +89,15 @@ async def test_same_tokens_tiny_model(
     await check_shape(tiny_dir, shape, wanted, expected, seeded_ids)
 
 
+async def test_same_tokens_without_a_compiler(
+    tiny_dir: Path, tiny_expected: tuple[list[list[int]], list[Expected]]
+) -> None:
+    """Torch's own kernels serve where no C compiler is found."""
+    wanted, expected = tiny_expected
+    shape = {"worker__transport": "shm", "engine__cpu_ops": "torch"}
+    await check_shape(tiny_dir, shape, wanted, expected, {})
+
+
 async def test_same_tokens_real_model(smollm_dir: Path) -> None:
     """A sample of ``make exact`` on SmolLM2."""
     wanted = prompts(smollm_dir, 10, longest=100)

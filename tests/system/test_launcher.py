@@ -64,6 +64,11 @@ def test_port_in_use_names_the_setting(tiny_dir: Path, setting: str) -> None:
         flags[setting] = str(port) if setting == "router.port" else f"tcp://127.0.0.1:{port}"
         settings = [part for name, value in flags.items() for part in ("--set", f"{name}={value}")]
         one_line(run("router", "--model", str(tiny_dir), *settings), setting, str(port))
+        if setting == "router.workers_endpoint":
+            return
+        result = run("up", "--model", str(tiny_dir), *settings)
+        errors = [line for line in result.stderr.splitlines() if line.startswith("pagerelay: ")]
+        assert (result.returncode, len(errors)) == (3, 1)
 
 
 def test_config_prints_what_is_in_force(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Messages and their codec: what is sent arrives, what does not fit is refused by name, nothing is guessed."""
+"""Messages and their codec: what is sent arrives, what does not fit is refused by name."""
 
 from __future__ import annotations
 

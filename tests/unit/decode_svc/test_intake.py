@@ -276,7 +276,7 @@ def test_a_forced_choice_that_cannot_work_fails() -> None:
     chosen, _, _ = choice("shm", Probe("another host"))
     for _ in range(2):
         with pytest.raises(
-            ConfigError, match="worker.transport is shm, which cannot reach peer: another host"
+            ConfigError, match=r"worker\.transport is shm, which cannot reach peer: another host"
         ):
             chosen.backend("peer", POOL)
 

@@ -171,7 +171,7 @@ RARE = (
 EVENTS = st.tuples(st.sampled_from(USUAL * 4 + RARE), st.integers(0, 839))
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(
     start=st.fixed_dictionaries(
         {

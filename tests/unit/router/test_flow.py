@@ -1,0 +1,591 @@
+"""One request as one coroutine: what is sent to whom, what counts, how it goes on after a loss."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from engines import greedy
+from flows import Driven, House
+
+from pagerelay.common.errors import ApiError, DeadlineExceeded, InvalidRequest, Unavailable, WorkerLost
+from pagerelay.router.flow import MAX_PREEMPTIONS
+
+PROMPT = [5, 6, 7]
+
+
+async def started(house: House, max_tokens: int = 8, **settings: Any) -> Driven:
+    """A flow whose job is with the prefill worker (or, without one, with the decode worker)."""
+    driven = house.flow(PROMPT, greedy(max_tokens), **settings)
+    await driven.flow.start()
+    return driven
+
+
+async def settle(driven: Driven) -> None:
+    """Lets the flow take all its news although no token is due."""
+    task = asyncio.create_task(driven.flow.next())
+    while not driven.flow._inbox.empty():
+        await asyncio.sleep(0)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    if task.done():
+        task.result()
+        raise AssertionError("a token came")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def handing_off(house: House, **kw: Any) -> Driven:
+    driven = await started(house, **kw)
+    driven.started()
+    await settle(driven)
+    return driven
+
+
+async def decoding(house: House, **kw: Any) -> Driven:
+    """Two tokens are out, 11 and 12."""
+    driven = await handing_off(house, **kw)
+    driven.first(0, 11)
+    driven.handed_over(0, 11)
+    driven.token(1, 12)
+    assert await driven.flow.next() == ([11, 12], None)
+    assert driven.flow.state == "DECODING"
+    return driven
+
+
+def nobody_holds_anything(house: House) -> bool:
+    return (
+        not any(entry.bound or entry.tokens_due for entry in house.registry.entries())
+        and not house.links.flows
+    )
+
+
+# ------------------------------------------------------------------ the usual way
+
+
+async def test_the_happy_path() -> None:
+    house = House("p1", "d1")
+    driven = await started(house)
+    flow = driven.flow
+    assert house.take_sent() == [("p1", driven.prefill_job())]
+    assert flow.state == "PREFILLING"
+    assert house.entry("p1").tokens_due == {"r": 3}
+    assert list(house.entry("d1").bound) == [], "the decode worker holds nothing while the prompt waits"
+
+    driven.started()
+    driven.first(0, 11)
+    assert await flow.next() == ([11], None)
+    assert house.take_sent() == [("d1", driven.decode_job())]
+    assert flow.state == "HANDOFF"
+    assert house.entry("p1").tokens_due == {}
+
+    driven.handed_over(0, 11)
+    driven.token(1, 12)
+    assert await flow.next() == ([12], None)
+    assert flow.state == "DECODING"
+    assert list(house.entry("p1").bound) == []
+    driven.tokens(driven.delta(2, 13), driven.delta(3, 14, "length"))
+    assert await flow.next() == ([13, 14], "length")
+    assert flow.state == "FINISHED"
+    assert flow.emitted == [11, 12, 13, 14]
+
+    await flow.close()
+    assert house.take_sent() == [], "nobody holds anything: there is nothing to abort"
+    assert nobody_holds_anything(house)
+    assert (flow.times.queue_s, flow.times.prefill_s, flow.times.handover_s) == (0.5, 0.25, 0.125)
+    assert flow.transport == "shm"
+
+
+async def test_the_first_token_may_come_from_the_decode_worker_alone() -> None:
+    house = House("p1", "d1")
+    driven = await handing_off(house)
+    driven.handed_over(0, 11)
+    driven.token(1, 12)
+    assert await driven.flow.next() == ([11, 12], None)
+    driven.first(0, 11)  # P's own comes late
+    driven.token(2, 13)
+    assert await driven.flow.next() == ([13], None)
+
+
+async def test_what_comes_twice_counts_once() -> None:
+    house = House("p1", "d1")
+    driven = await decoding(house)
+    driven.token(0, 11)
+    driven.token(1, 12)
+    driven.token(2, 13)
+    driven.token(2, 99)
+    driven.token(3, 14)
+    assert await driven.flow.next() == ([13, 14], None)
+    assert driven.flow.emitted == [11, 12, 13, 14]
+
+
+async def test_one_token_never_troubles_a_decode_worker() -> None:
+    house = House("p1", "d1")
+    driven = await started(house, max_tokens=1)
+    driven.started()
+    driven.first(0, 11, "length")
+    assert await driven.flow.next() == ([11], "length")
+    await driven.flow.close()
+    assert house.take_sent() == [("p1", driven.prefill_job())]
+    assert nobody_holds_anything(house)
+
+
+async def test_one_token_needs_no_decode_worker_to_be_there() -> None:
+    house = House("p1")
+    driven = await started(house, max_tokens=1)
+    driven.started()
+    driven.first(0, 11, "length")
+    assert await driven.flow.next() == ([11], "length")
+
+
+async def test_a_first_token_that_ends_the_answer_calls_the_decode_worker_back() -> None:
+    house = House("p1", "d1")
+    driven = await started(house)
+    driven.started()
+    driven.first(0, 2, "stop")
+    assert await driven.flow.next() == ([2], "stop")
+    house.take_sent()
+    await driven.flow.close()
+    assert [message for worker, message in house.take_sent() if worker == "d1"] == [driven.abort()]
+    assert nobody_holds_anything(house)
+
+
+async def test_without_a_prefill_worker_the_decode_worker_computes_the_prompt() -> None:
+    house = House("d1")
+    driven = await started(house)
+    assert house.take_sent() == [("d1", driven.decode_job(local=True))]
+    assert driven.flow.state == "HANDOFF"
+    assert house.count("local_prefills", reason="no_prefill_worker") == 1
+    driven.handed_over(0, 11, "local")
+    driven.token(0, 11)
+    driven.token(1, 12, "length")
+    assert await driven.flow.next() == ([11, 12], "length")
+    await driven.flow.close()
+    assert house.take_sent() == []
+    assert house.count("decode_recomputed_tokens") == 4
+
+
+async def test_a_local_answer_of_one_token() -> None:
+    house = House("d1")
+    driven = await started(house, max_tokens=1)
+    driven.handed_over(0, 11, "local", "length")
+    driven.token(0, 11, "length")
+    assert await driven.flow.next() == ([11], "length")
+    house.take_sent()
+    await driven.flow.close()
+    assert house.take_sent() == []
+
+
+async def test_a_colocated_worker_is_no_exception_worth_counting() -> None:
+    house = House("c1")
+    driven = await started(house)
+    assert house.take_sent() == [("c1", driven.decode_job(local=True))]
+    assert house.count("local_prefills", reason="no_prefill_worker") == 0
+
+
+async def test_the_decode_worker_is_chosen_when_the_prompt_is_computed_not_before() -> None:
+    house = House("p1", "d1", "d2")
+    driven = await started(house)
+    house.lose("d1")
+    driven.started()
+    await settle(driven)
+    assert house.take_sent()[-1] == ("d2", driven.decode_job())
+
+
+async def test_requests_spread_over_the_workers() -> None:
+    house = House("p1", "p2", "d1", "d2")
+    sent = []
+    for _ in range(4):
+        await started(house)
+        sent += house.take_sent()
+    assert [worker for worker, _ in sent] == ["p1", "p2", "p1", "p2"]
+
+
+# ------------------------------------------------------------------ recovery
+
+
+def lose(*workers: str) -> Callable[[Driven], None]:
+    def event(driven: Driven) -> None:
+        for worker in workers:
+            driven.house.lose(worker)
+
+    return event
+
+
+def fail(code: str) -> Callable[[Driven], None]:
+    return lambda driven: driven.failed(code)
+
+
+PREFILLING: list[Any] = [
+    pytest.param(lose("p1"), [], "p2", id="P-lost"),
+    pytest.param(fail("step_failed"), ["p1"], "p2", id="failed"),
+]
+
+
+@pytest.mark.parametrize(("event", "aborted", "next_prefill"), PREFILLING)
+async def test_recovery_while_prefilling(
+    event: Callable[[Driven], None], aborted: list[str], next_prefill: str
+) -> None:
+    house = House("p1", "p2", "d1")
+    driven = await started(house)
+    house.take_sent()
+    event(driven)
+    await settle(driven)
+    assert house.take_sent() == [
+        *((worker, driven.abort()) for worker in aborted),
+        (next_prefill, driven.prefill_job(attempt=2)),
+    ]
+    assert (driven.flow.state, driven.flow.recoveries) == ("PREFILLING", 1)
+    await finish(driven, [])
+
+
+HANDOFF: list[Any] = [
+    pytest.param(lose("p1"), ["d1"], id="P-lost"),
+    pytest.param(lose("d1"), ["p1"], id="D-lost"),
+    pytest.param(lose("p1", "d1"), [], id="both-lost"),
+    pytest.param(fail("fetch_failed"), ["p1", "d1"], id="fetch-failed"),
+    pytest.param(fail("lease_expired"), ["p1", "d1"], id="lease-expired"),
+    pytest.param(Driven.preempted, ["p1", "d1"], id="preempted"),
+]
+
+
+@pytest.mark.parametrize("with_token", [False, True], ids=["no-token", "first-token"])
+@pytest.mark.parametrize(("event", "aborted"), HANDOFF)
+async def test_recovery_while_handing_off(
+    event: Callable[[Driven], None], aborted: list[str], with_token: bool
+) -> None:
+    house = House("p1", "p2", "d1", "d2")
+    driven = await handing_off(house)
+    emitted: list[int] = []
+    if with_token:
+        driven.first(0, 11)
+        assert await driven.flow.next() == ([11], None)
+        emitted = [11]
+    house.take_sent()
+    event(driven)
+    await settle(driven)
+    assert house.take_sent() == [
+        *((worker, driven.abort()) for worker in aborted),
+        ("p2", driven.prefill_job(attempt=2, emitted=emitted)),
+    ]
+    await finish(driven, emitted)
+
+
+DECODING: list[Any] = [
+    pytest.param(lose("d1"), [], "worker_lost", id="D-lost"),
+    pytest.param(fail("step_failed"), ["d1"], "step_failed", id="failed"),
+    pytest.param(Driven.preempted, ["d1"], "preempted", id="preempted"),
+    pytest.param(lambda driven: driven.token(3, 14), ["d1"], "gap", id="gap"),
+]
+
+
+@pytest.mark.parametrize(("event", "aborted", "cause"), DECODING)
+async def test_recovery_while_decoding(
+    event: Callable[[Driven], None], aborted: list[str], cause: str
+) -> None:
+    house = House("p1", "p2", "d1", "d2")
+    driven = await decoding(house)
+    house.take_sent()
+    event(driven)
+    await settle(driven)
+    assert house.take_sent() == [
+        *((worker, driven.abort()) for worker in aborted),
+        ("p2", driven.prefill_job(attempt=2, emitted=[11, 12])),
+    ]
+    assert driven.flow.recoveries == (cause != "preempted")
+    assert house.count("recoveries", cause=cause) == 1
+    await finish(driven, [11, 12])
+
+
+async def finish(driven: Driven, emitted: list[int]) -> None:
+    """The second attempt goes through, whatever the first one still says."""
+    house, count = driven.house, len(emitted)
+    driven.token(count, 99, attempt=1)
+    driven.first(count, 99, attempt=1)
+    driven.handed_over(count, 99, attempt=1)
+    driven.failed(attempt=1)
+    driven.started(attempt=1)
+    driven.started()
+    driven.first(count, 21)
+    driven.handed_over(count, 21)
+    driven.token(count + 1, 22, "length")
+    assert await driven.flow.next() == ([21, 22], "length")
+    ((worker, job),) = house.take_sent()
+    assert worker in ("d1", "d2")
+    assert job == driven.decode_job(attempt=2, emitted=emitted)
+    assert house.count("late_messages") >= 4
+    await driven.flow.close()
+    assert house.take_sent() == []
+    assert nobody_holds_anything(house)
+
+
+async def test_losing_the_prefill_worker_after_the_hand_over_changes_nothing() -> None:
+    house = House("p1", "d1")
+    driven = await decoding(house)
+    house.take_sent()
+    house.lose("p1")
+    driven.token(2, 13, "length")
+    assert await driven.flow.next() == ([13], "length")
+    await driven.flow.close()
+    assert house.take_sent() == []
+    assert driven.flow.recoveries == 0
+
+
+async def test_losing_somebody_elses_worker_changes_nothing() -> None:
+    house = House("p1", "d1", "d2")
+    driven = await decoding(house)
+    house.lose("d2")
+    driven.token(2, 13)
+    assert await driven.flow.next() == ([13], None)
+
+
+async def test_recovery_without_any_prefill_worker_goes_to_the_decode_worker() -> None:
+    house = House("p1", "d1")
+    driven = await handing_off(house)
+    house.take_sent()
+    house.lose("p1")
+    await settle(driven)
+    assert house.take_sent() == [("d1", driven.abort()), ("d1", driven.decode_job(attempt=2, local=True))]
+
+
+async def test_a_worker_that_cannot_be_reached_counts_as_lost() -> None:
+    house = House("p1", "p2", "d1")
+    house.links.broken = {"p1"}
+    driven = await started(house)
+    await settle(driven)
+    assert house.take_sent() == [("p1", driven.prefill_job()), ("p2", driven.prefill_job(attempt=2))]
+    assert house.registry.by_id("p1") is None
+    house.links.broken = {"d1"}
+    house.join("d2")
+    driven.started()
+    await settle(driven)
+    assert [worker for worker, _ in house.take_sent()] == ["d1", "p2", "p2"]
+    assert driven.flow.recoveries == 2
+
+
+async def test_the_last_token_due_after_a_recovery_needs_no_decode_worker() -> None:
+    house = House("p1", "d1")
+    driven = await decoding(house, max_tokens=3)
+    house.take_sent()
+    house.lose("d1")
+    await settle(driven)
+    assert house.take_sent() == [("p1", driven.prefill_job(attempt=2, emitted=[11, 12]))]
+    driven.started()
+    driven.first(2, 13, "length")
+    assert await driven.flow.next() == ([13], "length")
+    await driven.flow.close()
+    assert house.take_sent() == []
+
+
+async def test_a_third_loss_is_one_too_many() -> None:
+    house = House("p1", "d1")
+    driven = await started(house)
+    for attempt in (2, 3):
+        driven.failed("step_failed")
+        await settle(driven)
+        assert driven.flow.attempt == attempt
+    driven.failed("step_failed")
+    with pytest.raises(WorkerLost, match="gave up after 2 recoveries"):
+        await driven.flow.next()
+    assert driven.flow.state == "FAILED"
+    house.take_sent()
+    await driven.flow.close()
+    assert house.take_sent() == [("p1", driven.abort(3))]
+    assert nobody_holds_anything(house)
+
+
+async def test_preemptions_do_not_count_as_losses_but_not_for_ever() -> None:
+    house = House("p1", "d1")
+    driven = await decoding(house)
+    for _ in range(MAX_PREEMPTIONS):
+        driven.preempted()
+        await settle(driven)
+    assert driven.flow.recoveries == 0
+    driven.preempted()
+    with pytest.raises(WorkerLost):
+        await driven.flow.next()
+
+
+async def test_tokens_of_the_lost_attempt_that_came_in_time_are_kept() -> None:
+    house = House("p1", "d1", "d2")
+    driven = await decoding(house)
+    driven.token(2, 13)
+    house.lose("d1")
+    driven.token(3, 14)  # it was on its way when the worker was lost: of an attempt that is over
+    house.take_sent()
+    assert (await driven.flow.next())[0] == [13]
+    await settle(driven)
+    assert house.take_sent() == [("p1", driven.prefill_job(attempt=2, emitted=[11, 12, 13]))]
+    assert driven.flow.emitted == [11, 12, 13]
+
+
+async def test_an_answer_under_way_waits_a_moment_for_a_decode_worker_to_come_back() -> None:
+    house = House("p1", "d1")
+    driven = await decoding(house, rejoin_wait_s=5.0)
+    house.take_sent()
+    house.lose("d1")
+    task = asyncio.create_task(driven.flow.next())
+    await asyncio.sleep(0.01)
+    assert house.take_sent() == []
+    house.join("d2")
+    async with asyncio.timeout(5):
+        while not house.links.sent:
+            await asyncio.sleep(0.01)
+    assert house.take_sent() == [("p1", driven.prefill_job(attempt=2, emitted=[11, 12]))]
+    driven.started()
+    driven.first(2, 13)
+    assert await task == ([13], None)
+
+
+# ------------------------------------------------------------------ errors
+
+
+async def test_nobody_who_could_serve_it() -> None:
+    for workers in ((), ("p1",)):
+        house = House(*workers)
+        driven = house.flow(PROMPT, greedy(8))
+        with pytest.raises(Unavailable) as caught:
+            await driven.flow.start()
+        assert caught.value.code == "no_decode_worker"
+        assert driven.flow.state == "FAILED"
+        await driven.flow.close()
+        assert house.take_sent() == []
+        assert nobody_holds_anything(house)
+
+
+async def test_no_decode_worker_is_left_when_the_prompt_begins() -> None:
+    house = House("p1", "d1")
+    driven = await started(house)
+    house.lose("d1")
+    driven.started()
+    with pytest.raises(Unavailable) as caught:
+        await driven.flow.next()
+    assert caught.value.retry_after_s == 1
+    house.take_sent()
+    await driven.flow.close()
+    assert house.take_sent() == [("p1", driven.abort())]
+    assert nobody_holds_anything(house)
+
+
+@pytest.mark.parametrize(("code", "kind"), [("too_long", InvalidRequest), ("fetch_failed", Unavailable)])
+async def test_what_cannot_be_tried_again_ends_at_once(code: str, kind: type[ApiError]) -> None:
+    house = House("p1", "d1")
+    driven = await handing_off(house)
+    driven.failed(code, retryable=False)
+    with pytest.raises(kind, match=f"it is {code}") as caught:
+        await driven.flow.next()
+    assert caught.value.code == ("context_length_exceeded" if code == "too_long" else code)
+    house.take_sent()
+    await driven.flow.close()
+    assert house.take_sent() == [("p1", driven.abort()), ("d1", driven.abort())]
+
+
+@pytest.mark.parametrize("state", ["prefilling", "handoff"])
+async def test_a_request_that_does_not_move_ends_in_time(state: str) -> None:
+    house = House("p1", "d1")
+    make = started if state == "prefilling" else handing_off
+    driven = await make(house, queue_timeout_s=0.03, stall_timeout_s=60.0)
+    with pytest.raises(DeadlineExceeded, match=f"no progress for 0.03 s while {state}"):
+        await driven.flow.next()
+    assert driven.flow.state == "FAILED"
+    house.take_sent()
+    await driven.flow.close()
+    assert {worker for worker, _ in house.take_sent()} == ({"p1"} if state == "prefilling" else {"p1", "d1"})
+
+
+async def test_a_decode_worker_that_falls_silent_is_recovered_from() -> None:
+    house = House("p1", "d1")
+    driven = await decoding(house, queue_timeout_s=60.0, stall_timeout_s=0.03)
+    house.take_sent()
+    task = asyncio.create_task(driven.flow.next())
+    async with asyncio.timeout(5):
+        while len(house.links.sent) < 2:
+            await asyncio.sleep(0.01)
+    task.cancel()
+    assert house.take_sent() == [
+        ("d1", driven.abort()),
+        ("p1", driven.prefill_job(attempt=2, emitted=[11, 12])),
+    ]
+    assert house.count("recoveries", cause="stall") == 1
+
+
+# ------------------------------------------------------------------ the one exit
+
+
+@pytest.mark.parametrize(
+    ("make", "holders"), [(started, ["p1"]), (handing_off, ["p1", "d1"]), (decoding, ["d1"])]
+)
+async def test_closing_tells_each_holder_exactly_once(
+    make: Callable[[House], Any], holders: list[str]
+) -> None:
+    house = House("p1", "d1")
+    driven = await make(house)
+    house.take_sent()
+    await driven.flow.close()
+    assert house.take_sent() == [(worker, driven.abort()) for worker in holders]
+    assert driven.flow.state == "ABORTED"
+    await driven.flow.close()
+    assert house.take_sent() == []
+    assert nobody_holds_anything(house)
+
+
+async def test_closing_before_the_start() -> None:
+    house = House("p1", "d1")
+    driven = house.flow(PROMPT, greedy())
+    await driven.flow.close()
+    assert driven.flow.state == "ABORTED"
+    assert house.take_sent() == []
+
+
+async def test_closing_does_not_write_to_the_dead() -> None:
+    house = House("p1", "d1")
+    driven = await handing_off(house)
+    house.take_sent()
+    house.lose("p1")
+    await driven.flow.close()
+    assert house.take_sent() == [("d1", driven.abort())]
+
+
+async def test_closing_after_a_recovery_aborts_the_newest_attempt() -> None:
+    house = House("p1", "d1")
+    driven = await decoding(house)
+    driven.preempted()
+    await settle(driven)
+    house.take_sent()
+    await driven.flow.close()
+    assert house.take_sent() == [("p1", driven.abort(2))]
+
+
+async def test_a_stop_string_ends_the_answer_and_the_worker_is_told() -> None:
+    house = House("p1", "d1")
+    driven = await decoding(house)
+    house.take_sent()
+    driven.flow.finished_by_router()
+    assert driven.flow.state == "FINISHED"
+    await driven.flow.close()
+    assert house.take_sent() == [("d1", driven.abort())]
+    assert nobody_holds_anything(house)
+
+
+async def test_a_stop_string_in_the_workers_own_last_token() -> None:
+    house = House("p1", "d1")
+    driven = await decoding(house)
+    house.take_sent()
+    driven.token(2, 13, "length")
+    await driven.flow.next()
+    driven.flow.finished_by_router()
+    await driven.flow.close()
+    assert house.take_sent() == []
+
+
+async def test_news_for_a_closed_request_have_no_taker() -> None:
+    house = House("p1", "d1")
+    driven = await decoding(house)
+    assert house.links.flows == {"r": driven.flow}
+    await driven.flow.close()
+    assert house.links.flows == {}
+    house.lose("d1")
+    assert driven.flow.state == "ABORTED"
