@@ -91,7 +91,8 @@ class PrefillWorker(Worker):
         self._serving = self.task(self._serve())
 
     def _find_endpoint(self) -> None:
-        """What decode workers are told. Looked up again with every Hello: a router's name may not resolve at start."""
+        """What decode workers are told. Looked up again with every Hello: a router's name may not resolve at
+        start."""
         settings = self.config.worker
         host = settings.advertise_host
         if host is None and not address.is_loopback(settings.data_host):

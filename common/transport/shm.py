@@ -35,6 +35,7 @@ class ShmBackend(TransferBackend):
 
     def __init__(self) -> None:
         self._fd = -1
+        self._segment = ""
         self._map: mmap.mmap | None = None
         self._address: PoolAddress | None = None
         self._peers: dict[str, Bytes] = {}
@@ -70,7 +71,7 @@ class ShmBackend(TransferBackend):
             raise StartupError(
                 f"the KV pool needs {need >> 20} MiB of shared memory and {FOLDER} has "
                 f"{space.f_bavail * space.f_frsize >> 20} MiB free: lower cache.kv_memory_mib, or enlarge it "
-                f"(in containers: the size of what is mounted there, or shm_size), or set worker.transport to tcp"
+                "(in containers: the size of what is mounted there, or shm_size), or set worker.transport to tcp"
             ) from error
         self._map[: len(nonce)] = nonce.encode()
         self._address = PoolAddress(

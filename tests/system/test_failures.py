@@ -1,4 +1,5 @@
-"""Workers and routers that die, stop, come and go: streams lose and repeat nothing, blocks come back, nobody hangs."""
+"""Workers and routers that die, stop, come and go: streams lose and repeat nothing, blocks come back, nobody
+hangs."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ async def test_prefill_worker_killed_while_prompts_wait(tiny_dir: Path) -> None:
 
 
 async def test_last_decode_worker_killed_and_restarted(tiny_dir: Path) -> None:
-    """A typed error event within 5 s, 503 with a reason meanwhile, and answers again once a worker is back."""
+    """A typed error event within 5 s, 503 with a reason meanwhile, and answers again once a worker is
+    back."""
     with running(tiny_dir) as cluster:
         expected = await cluster.ids("hello", 8)
         started = asyncio.Event()
@@ -94,7 +96,8 @@ async def test_last_decode_worker_killed_and_restarted(tiny_dir: Path) -> None:
 
 
 async def test_stopped_decode_worker_is_left_and_comes_back(tiny_dir: Path) -> None:
-    """SIGSTOP is a death that the connection does not show; after SIGCONT its late tokens count for nothing."""
+    """SIGSTOP is a death that the connection does not show; after SIGCONT its late tokens count for
+    nothing."""
     with running(tiny_dir, cluster__decode=2) as cluster:
         expected = await undisturbed(cluster)
         started = asyncio.Event()
