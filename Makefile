@@ -9,7 +9,7 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 VENV ?= .venv
-# For GPUs: make up CONSTRAINTS= EXTRAS=cuda
+# Other versions or extras: make up CONSTRAINTS= EXTRAS=cuda
 CONSTRAINTS ?= constraints-cpu.txt
 EXTRAS ?=
 # Handed on, as in: make up ARGS="--decode 2 --port 8001"
@@ -35,13 +35,12 @@ done; \
 wait $$job || { cat "$$log" >&2; echo "FAILED: $(1)" >&2; exit 1; }
 endef
 
-.PHONY: help setup setup-dev model up test lint format exact test-compose test-slow bench clean
+.PHONY: help setup setup-dev model up test lint format exact test-compose bench clean
 
 help:
 	@echo "make up           start a cluster here and print its URLs (ARGS=\"--prefill 2 --decode 2 --port 8001\")"
 	@echo "make test         lint, then unit, contract, system and shape tests (PYTEST_ARGS=\"-k name\")"
 	@echo "make exact        the full comparison with transformers' own generate"
-	@echo "make test-slow    the tests that take longer than 20 s"
 	@echo "make test-compose the cluster in containers; needs a Docker engine"
 	@echo "make bench        load on a running cluster (ARGS=\"--help\")"
 	@echo "make lint         ruff, mypy, import contracts;  make format  rewrites"
@@ -103,9 +102,6 @@ test: lint model
 
 exact: setup-dev model
 	$(BIN)/pytest -m exact $(PYTEST_ARGS)
-
-test-slow: setup-dev model
-	$(BIN)/pytest -m slow $(PYTEST_ARGS)
 
 test-compose: setup-dev
 	$(BIN)/pytest -m compose $(PYTEST_ARGS)

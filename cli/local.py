@@ -1,8 +1,7 @@
 """``pagerelay up``: a whole cluster as child processes of this one.
 
 The children are in process groups of their own, so that Ctrl-C reaches only the launcher, which then drains
-them in order: router first, then the workers. A worker that ends by itself is started again, ever more
-slowly.
+them in order: router first, then the workers. A worker that ends by itself is started again, a few times.
 """
 
 from __future__ import annotations

@@ -106,9 +106,6 @@ def _config(arguments: argparse.Namespace) -> Config:
     for key, value in vars(arguments).items():
         if key.startswith("flag_") and value is not None:
             flags[key.removeprefix("flag_")] = value
-    if "cluster.colocated" in flags and flags["cluster.colocated"] != "0":
-        flags.setdefault("cluster.prefill", "0")
-        flags.setdefault("cluster.decode", "0")
     for setting in arguments.settings:
         dotted, separator, value = setting.partition("=")
         if not separator:

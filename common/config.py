@@ -242,18 +242,16 @@ def load_config(
         if path not in known.values():
             raise ConfigError(f"--set {dotted}: no such setting; `pagerelay config` prints all of them")
         _insert(tree, path, value, f"--set {dotted}")
+    cluster = tree.get("cluster")
+    if isinstance(cluster, dict) and cluster.get("colocated"):
+        # Colocated workers do both jobs: the default of one prefill and one decode worker is not meant then.
+        cluster.setdefault("prefill", 0)
+        cluster.setdefault("decode", 0)
     try:
         config = msgspec.convert(tree, Config, strict=True)
     except msgspec.ValidationError as error:
         where = f" (file {file})" if file else ""
         raise ConfigError(f"configuration{where}: {error}") from error
-    if (
-        config.cluster.colocated
-        and "cluster" in tree
-        and (tree["cluster"].get("prefill") or tree["cluster"].get("decode"))
-    ):
-        raise ConfigError(
-            "cluster: colocated workers do both jobs; "
-            "set prefill and decode to 0 beside colocated, or drop it"
-        )
+    if config.cluster.colocated and (config.cluster.prefill or config.cluster.decode):
+        raise ConfigError("cluster: colocated workers do both jobs; drop prefill and decode, or colocated")
     return config

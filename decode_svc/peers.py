@@ -45,8 +45,11 @@ class Inbox:
 class PeerLink:
     """The data link to one incarnation of one prefill worker."""
 
-    def __init__(self, handle: KvHandle, keys: CurveKeys | None, spawn: Spawn) -> None:
+    def __init__(
+        self, handle: KvHandle, keys: CurveKeys | None, spawn: Spawn, on_dropped: Callable[[], None]
+    ) -> None:
         self.worker_id = handle.worker_id
+        self._on_dropped = on_dropped
         self.pool: PoolAddress = handle.pool
         self.last_used = 0.0
         self._socket = ClientSocket(
@@ -101,6 +104,7 @@ class PeerLink:
             try:
                 message = _decode(frames[0] if frames else b"")
             except WireError as error:
+                self._on_dropped()
                 log.warning("dropped a message of %s: %s", self.worker_id, error)
                 continue
             inbox = self._inboxes.get(message.lease)
@@ -132,10 +136,16 @@ class Peers:
     ``idle_s``."""
 
     def __init__(
-        self, keys: CurveKeys | None, clock: Callable[[], float], spawn: Spawn, idle_s: float = 60.0
+        self,
+        keys: CurveKeys | None,
+        clock: Callable[[], float],
+        spawn: Spawn,
+        on_dropped: Callable[[], None],
+        idle_s: float = 60.0,
     ) -> None:
         """``spawn`` starts a task whose failure does not go unnoticed."""
         self._spawn = spawn
+        self._on_dropped = on_dropped
         self._keys = keys
         self._clock = clock
         self._idle_s = idle_s
@@ -144,7 +154,9 @@ class Peers:
     def link(self, handle: KvHandle) -> PeerLink:
         link = self._links.get(handle.incarnation)
         if link is None:
-            link = self._links[handle.incarnation] = PeerLink(handle, self._keys, self._spawn)
+            link = self._links[handle.incarnation] = PeerLink(
+                handle, self._keys, self._spawn, self._on_dropped
+            )
         link.last_used = self._clock()
         return link
 

@@ -49,7 +49,7 @@ class DecodeWorker(Worker):
         self._backends = (shm, TcpBackend(config.worker.tcp_window_blocks))
         self._choice = BackendChoice(config.worker.transport, *self._backends, probe=shm.attach)
         self._shm = shm
-        self._peers = Peers(keys, self.clock, self.task)
+        self._peers = Peers(keys, self.clock, self.task, self.message_dropped)
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._renewed_at = 0.0
 

@@ -71,7 +71,8 @@ class ShmBackend(TransferBackend):
             raise StartupError(
                 f"the KV pool needs {need >> 20} MiB of shared memory and {FOLDER} has "
                 f"{space.f_bavail * space.f_frsize >> 20} MiB free: lower cache.kv_memory_mib, or enlarge it "
-                "(in containers: the size of what is mounted there, or shm_size), or set worker.transport to tcp"
+                "(in containers: the size of what is mounted there, or shm_size), "
+                "or set worker.transport to tcp"
             ) from error
         self._map[: len(nonce)] = nonce.encode()
         self._address = PoolAddress(

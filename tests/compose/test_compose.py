@@ -339,7 +339,7 @@ def test_kv_goes_through_shared_memory(deployment: Deployment) -> None:
     deployment.generate("Shared memory between two containers is", 4)
     wait_for("the decode worker has fetched blocks", lambda: transfers(deployment).get("shm"), 10)
     assert not transfers(deployment).get("tcp")
-    segments = sh("docker", "exec", deployment.containers("decode")[0], "ls", "/dev/shm", timeout=30).split()  # noqa: S108
+    segments = sh("docker", "exec", deployment.containers("decode")[0], "ls", "/dev/shm", timeout=30).split()
     assert len(segments) >= 2, f"the prefill worker's pool is not seen beside the decode worker's: {segments}"
 
 

@@ -126,7 +126,7 @@ async def make_pair() -> AsyncIterator[MakePair]:
                 handle = structs.replace(
                     handle_for(LEASE, 1, pool), data_endpoint=f"tcp://127.0.0.1:{port}", pool=owner.address()
                 )
-                link = PeerLink(handle, None, asyncio.create_task)
+                link = PeerLink(handle, None, asyncio.create_task, lambda: None)
                 stack.push_async_callback(link.close)
                 fetch = Fetch(lease=LEASE, incarnation=handle.incarnation, from_block=0, layout=pool.layout)
                 await link.open(fetch)

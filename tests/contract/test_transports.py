@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
+import gc
 import os
 import secrets
 import signal
@@ -18,13 +20,15 @@ import numpy as np
 import pytest
 from msgspec import json, structs
 
+from pagerelay.common import segments
 from pagerelay.common.errors import StartupError, TransferError
+from pagerelay.common.transport import shm as shm_module
 from pagerelay.common.transport.base import Bytes, TransferBackend
 from pagerelay.common.transport.shm import ShmBackend
 from pagerelay.common.transport.tcp import TcpBackend
 from pagerelay.common.wire.messages import PoolAddress
 
-SHM = Path("/dev/shm")  # noqa: S108 - the place of POSIX shared memory
+SHM = Path("/dev/shm")
 MakePair = Callable[..., Any]
 
 
@@ -301,23 +305,24 @@ def test_pools_of_peers_that_have_gone_are_forgotten() -> None:
 
 
 def test_too_little_shared_memory_says_need_have_and_remedy(
-    shm: ShmBackend, monkeypatch: pytest.MonkeyPatch
+    shm: ShmBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    before = set(SHM.iterdir())
+    # Not /dev/shm itself, where other processes come and go.
+    for module in (segments, shm_module):
+        monkeypatch.setattr(module, "FOLDER", tmp_path)
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(StartupError) as caught:
         shm.allocate(3, 1 << 20)
     message = str(caught.value)
     assert "needs 3 MiB" in message
-    space = os.statvfs(SHM)
+    assert f"{tmp_path} has " in message
     assert "MiB free" in message
-    assert space.f_bsize
     for remedy in ("cache.kv_memory_mib", "shm_size", "worker.transport to tcp"):
         assert remedy in message
-    assert {path for path in set(SHM.iterdir()) - before if path.name.startswith("pagerelay-")} == set()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_another_fault_of_the_folder_is_told_as_it_is(
@@ -329,6 +334,28 @@ def test_another_fault_of_the_folder_is_told_as_it_is(
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(StartupError, match="no shared memory: Operation not permitted"):
         shm.allocate(1, 64)
+
+
+def test_a_sweep_between_creating_and_locking_costs_nothing_but_another_try(
+    shm: ShmBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another worker starts just then, and takes the new file for a dead one's."""
+    lock, swept = fcntl.flock, 0
+
+    def race(fd: int, operation: int) -> None:
+        nonlocal swept
+        if operation == fcntl.LOCK_EX and not swept:
+            Path(os.readlink(f"/proc/self/fd/{fd}")).unlink()
+            swept += 1
+        lock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", race)
+    memory = shm.allocate(2, 64)
+    memory[:] = 4
+    assert swept == 1
+    reader = ShmBackend()
+    assert (reader.attach(shm.address()) == 4).all()
+    reader.close()
 
 
 async def test_a_cancelled_fetch_ends_only_when_its_copy_has_stopped(
@@ -392,8 +419,6 @@ async def test_a_lost_peer_fails_a_fetch_once_and_quietly(make_pair: MakePair) -
     with pytest.raises(TransferError, match="the lease is gone"):
         await pair.fetch(list(range(8)), list(range(8)))
     await asyncio.sleep(0)
-    import gc
-
     gc.collect()
     assert complaints == []
 

@@ -17,6 +17,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from pagerelay.common.model import sampler
 from pagerelay.common.model.sampler import SampleRequest, sample, uniform
 from pagerelay.common.wire.messages import SamplingParams
 
@@ -98,6 +99,27 @@ def test_draws_follow_the_distribution(params: dict[str, Any]) -> None:
     chi2 = sum(float((drawn[token] - expected[token]) ** 2 / expected[token]) for token in bins)
     # 99.99th percentile for 11 degrees of freedom.
     assert chi2 < 37.4, (chi2, drawn, expected)
+
+
+@pytest.mark.parametrize("top_p", [0.001, 0.5, 0.95, 0.999999])
+@pytest.mark.parametrize("flatness", [0.001, 1.0])
+def test_the_nucleus_is_the_same_by_a_guess_and_by_a_full_sort(
+    top_p: float, flatness: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probs = (flatness * logits(vocab=3000)[0]).double().round(decimals=3).softmax(-1)  # many ties
+    expected = SamplingParams(max_tokens=1, top_p=top_p)
+    masks = []
+    for guess in (1, 100, 1024, 5000):
+        monkeypatch.setattr(sampler, "NUCLEUS_GUESS", guess)
+        masks.append(sampler._nucleus(probs, top_p))
+    assert all(torch.equal(mask, masks[0]) for mask in masks)
+    assert int(masks[0].sum()) == int((warped(probs.log(), expected) > 0).sum())
+    assert float(probs[masks[0]].sum()) >= top_p - 1e-12
+    # Of equally likely ones the lower ids are kept.
+    least = probs[masks[0]].min()
+    ties = (probs == least).nonzero().flatten()
+    kept = masks[0][ties].tolist()
+    assert kept == sorted(kept, reverse=True)
 
 
 def test_a_token_does_not_depend_on_the_rows_beside_it() -> None:

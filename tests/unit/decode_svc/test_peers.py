@@ -67,7 +67,7 @@ async def prefill() -> AsyncIterator[Prefill]:
 
 @pytest.fixture
 async def link(prefill: Prefill) -> AsyncIterator[PeerLink]:
-    made = PeerLink(prefill.handle(), None, asyncio.create_task)
+    made = PeerLink(prefill.handle(), None, asyncio.create_task, lambda: None)
     yield made
     await made.close()
 
@@ -156,7 +156,7 @@ async def test_a_lease_that_could_not_be_opened_leaves_nothing(
 
 async def test_one_link_an_incarnation_and_it_is_closed_when_idle(prefill: Prefill) -> None:
     now = 0.0
-    peers = Peers(None, lambda: now, asyncio.create_task, idle_s=60.0)
+    peers = Peers(None, lambda: now, asyncio.create_task, lambda: None, idle_s=60.0)
     one = peers.link(prefill.handle("one"))
     assert peers.link(prefill.handle("one")) is one
     two = peers.link(prefill.handle("two"))

@@ -1,0 +1,98 @@
+"""What a worker is made of, and what is said when shared memory cannot be had."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from pagerelay.common import segments
+from pagerelay.common.config import Config, load_config
+from pagerelay.common.errors import StartupError
+from pagerelay.common.service.build import build_parts
+from pagerelay.common.transport import shm
+from pagerelay.common.transport.shm import ShmBackend
+from pagerelay.common.transport.tcp import TcpBackend
+from pagerelay.kernels.torch_ops import TorchOps
+
+
+def config(**flags: str) -> Config:
+    return load_config(None, {name.replace("__", "."): value for name, value in flags.items()}, {})
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands in for /dev/shm, where other processes come and go."""
+    made = tmp_path / "shm"
+    made.mkdir()
+    for module in (segments, shm):
+        monkeypatch.setattr(module, "FOLDER", made)
+    return made
+
+
+@pytest.fixture
+def no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+
+
+@pytest.mark.parametrize(
+    ("transport", "kind"), [("auto", ShmBackend), ("shm", ShmBackend), ("tcp", TcpBackend)]
+)
+def test_parts(tiny_dir: Path, transport: str, kind: type) -> None:
+    wanted = config(worker__transport=transport, cache__num_blocks="7", engine__max_num_seqs="3")
+    parts = build_parts(wanted, tiny_dir, TorchOps())
+    try:
+        assert type(parts.backend) is kind
+        assert parts.pool.num_blocks == 7
+        assert parts.layout == parts.facts.layout(16)
+        assert parts.backend.address().block_bytes == parts.layout.block_bytes == 2 * 2 * 2 * 16 * 16 * 4
+        assert (parts.limits.max_num_seqs, parts.limits.block_size) == (3, 16)
+        assert parts.facts.eos_token_ids == (0, 2)
+    finally:
+        parts.backend.close()
+
+
+def test_the_pool_is_as_large_as_the_memory_given(tiny_dir: Path) -> None:
+    parts = build_parts(config(worker__transport="tcp", cache__kv_memory_mib="1"), tiny_dir, TorchOps())
+    assert parts.pool.num_blocks == (1 << 20) // parts.layout.block_bytes
+
+
+@pytest.mark.usefixtures("no_shared_memory")
+def test_without_shared_memory_tcp_is_used_and_that_is_said(
+    tiny_dir: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = build_parts(config(cache__num_blocks="7"), tiny_dir, TorchOps())
+    assert type(parts.backend) is TcpBackend
+    (record,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert "MiB of shared memory" in record.getMessage()
+    assert record.getMessage().endswith("using tcp instead")
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.usefixtures("no_shared_memory")
+def test_forced_shared_memory_that_cannot_be_had_fails(tiny_dir: Path) -> None:
+    with pytest.raises(StartupError, match="MiB of shared memory"):
+        build_parts(config(worker__transport="shm", cache__num_blocks="7"), tiny_dir, TorchOps())
+
+
+def test_a_pool_too_small_is_refused_before_anything_is_allocated(tiny_dir: Path, folder: Path) -> None:
+    wanted = config(cache__num_blocks="2")
+    wanted = structs.replace(wanted, cache=structs.replace(wanted.cache, num_blocks=1))
+    with pytest.raises(StartupError, match="the KV pool has 1 blocks"):
+        build_parts(wanted, tiny_dir, TorchOps())
+    assert list(folder.iterdir()) == []
+
+
+def test_a_model_that_cannot_be_loaded_leaves_no_segment(
+    tiny_dir: Path, tmp_path: Path, folder: Path
+) -> None:
+    (tmp_path / "config.json").write_bytes((tiny_dir / "config.json").read_bytes())
+    with pytest.raises(StartupError, match="cannot be loaded"):
+        build_parts(config(cache__num_blocks="7"), tmp_path, TorchOps())
+    assert list(folder.iterdir()) == []
