@@ -68,11 +68,11 @@ WORKLOADS: dict[str, Shape] = {
     "W4l": Shape(
         clients=8, requests=8, prompt_tokens=32, output_tokens=128, interfere_every_s=10.0, max_s=60.0
     ),
-    "B16": Shape(clients=16, requests=16, prompt_tokens=64, output_tokens=128),
-    "B1": Shape(clients=1, requests=16, prompt_tokens=64, output_tokens=128),
     "W4": Shape(
         clients=8, requests=8, prompt_tokens=32, output_tokens=128, interfere_every_s=2.0, max_s=60.0
     ),
+    "B16": Shape(clients=16, requests=16, prompt_tokens=64, output_tokens=128),
+    "B1": Shape(clients=1, requests=16, prompt_tokens=64, output_tokens=128),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from typing import Literal
 
 from pagerelay.common.errors import ConfigError
 
@@ -17,8 +18,8 @@ def parse(endpoint: str, setting: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def join(host: str, port: int) -> str:
-    """The endpoint for a host and a port, IPv6 addresses bracketed."""
+def join(host: str, port: int | Literal["*"]) -> str:
+    """The endpoint for a host and a port (``*``: a free one), IPv6 addresses bracketed."""
     host = host.removeprefix("[").removesuffix("]")
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 

@@ -64,17 +64,12 @@ class ServerSocket:
         self._socket = self._context.socket(zmq.ROUTER)
         _common(self._socket)
         self._socket.router_mandatory = True
-        self._socket.router_handover = (
-            True  # a peer that comes back under its identity replaces its old connection
-        )
+        # A peer that comes back under its identity replaces its old connection.
+        self._socket.router_handover = True
         if self._keys is not None:
             self._keys.serve(self._socket)
         try:
-            self._socket.bind(
-                address.join(address.numeric(host, setting), port)
-                if port
-                else address.join(address.numeric(host, setting), 0).removesuffix("0") + "*"
-            )
+            self._socket.bind(address.join(address.numeric(host, setting), port or "*"))
         except zmq.ZMQError as error:
             self.close()
             raise StartupError(

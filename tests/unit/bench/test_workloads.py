@@ -74,7 +74,7 @@ async def test_long_prompts_arrive_beside_the_streams(
 
 
 def test_the_named_workloads() -> None:
-    assert list(WORKLOADS) == ["W1", "W2", "W3", "W4b", "W4l", "W4"]
+    assert list(WORKLOADS) == ["W1", "W2", "W3", "W4b", "W4l", "W4", "B16", "B1"]
     alone, light, hard = (WORKLOADS[name] for name in ("W4b", "W4l", "W4"))
     assert (
         (alone.prompt_tokens, alone.output_tokens) == (light.prompt_tokens, hard.output_tokens) == (32, 128)

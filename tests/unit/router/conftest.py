@@ -118,12 +118,3 @@ def fallback_backend() -> Backend:
 @pytest.fixture(scope="session")
 def word_backend() -> Backend:
     return word_piece()
-
-
-@pytest.fixture(scope="session")
-def real_folder() -> Path:
-    """A real model's folder, by ``PAGERELAY_TEST_MODEL``."""
-    path = os.environ.get("PAGERELAY_TEST_MODEL")
-    if not path:
-        pytest.skip("PAGERELAY_TEST_MODEL is not set")
-    return Path(path)

@@ -134,9 +134,9 @@ def test_word_piece_equals_one_shot(make_folder, word_backend: Backend) -> None:
         assert "".join(pieces(tokenizer.detokenizer(), ids)) == word_backend.decode(ids), ids
 
 
-def test_real_model(real_folder: Path) -> None:
-    tokenizer = Tokenizer.load(real_folder)
-    backend = Backend.from_file(str(real_folder / "tokenizer.json"))
+def test_real_model(smollm_dir: Path) -> None:
+    tokenizer = Tokenizer.load(smollm_dir)
+    backend = Backend.from_file(str(smollm_dir / "tokenizer.json"))
     rng = random.Random(5)
     for _ in range(300):
         ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(60))]

@@ -255,15 +255,13 @@ def test_same_ids_as_transformers(make_folder, byte_backend: Backend) -> None:
         _compare(Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(str(folder)))
 
 
-def test_same_ids_as_transformers_on_a_real_model(real_folder: Path) -> None:
+def test_same_ids_as_transformers_on_a_real_model(smollm_dir: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    tokenizer = Tokenizer.load(real_folder)
-    _compare(tokenizer, transformers.AutoTokenizer.from_pretrained(str(real_folder)))
-    context = json.loads((real_folder / "config.json").read_text())["max_position_embeddings"]
-    began = time.perf_counter()
+    tokenizer = Tokenizer.load(smollm_dir)
+    _compare(tokenizer, transformers.AutoTokenizer.from_pretrained(str(smollm_dir)))
+    context = json.loads((smollm_dir / "config.json").read_text())["max_position_embeddings"]
     with pytest.raises(ContextLengthExceeded):
         tokenizer.encode("a" * 5_000_000, context)
-    assert time.perf_counter() - began < 1
 
 
 def _compare(tokenizer: Tokenizer, reference) -> None:
