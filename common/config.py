@@ -174,6 +174,9 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_SECTION_PREFIXES = tuple(f"PAGERELAY_{section.upper()}_" for section in Config.__struct_fields__)
+
+
 def _read_yaml(path: str) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -234,9 +237,13 @@ def load_config(
     file = file or environ.get("PAGERELAY_CONFIG") or None
     tree = _read_yaml(file) if file else {}
     known = _known_paths()
-    for name, path in known.items():
-        if name in environ:
-            _insert(tree, path, environ[name], f"environment variable {name}")
+    for name, value in environ.items():
+        if name in known and value.strip():  # an empty variable is one that is not given
+            _insert(tree, known[name], value, f"environment variable {name}")
+        elif name not in known and name.startswith(_SECTION_PREFIXES):
+            raise ConfigError(
+                f"environment variable {name}: no such setting; `pagerelay config` prints all of them"
+            )
     for dotted, value in (flags or {}).items():
         path = tuple(dotted.split("."))
         if path not in known.values():

@@ -25,7 +25,7 @@ from pagerelay.common.wire.messages import (
     ToDecode,
     ToPrefill,
 )
-from pagerelay.common.wire.sockets import ClientSocket, PeerUnreachable
+from pagerelay.common.wire.sockets import MAX_BLOCK_BYTES, ClientSocket, PeerUnreachable
 
 log = logging.getLogger(__name__)
 _decode: Decoder[ToDecode] = Decoder(ToDecode)
@@ -53,7 +53,11 @@ class PeerLink:
         self.pool: PoolAddress = handle.pool
         self.last_used = 0.0
         self._socket = ClientSocket(
-            handle.data_endpoint, secrets.token_bytes(16), keys, "the peer's data endpoint"
+            handle.data_endpoint,
+            secrets.token_bytes(16),
+            keys,
+            "the peer's data endpoint",
+            max_frame_bytes=MAX_BLOCK_BYTES,
         )
         self._inboxes: dict[int, Inbox] = {}
         self._task = spawn(self._receive())

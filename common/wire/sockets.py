@@ -16,10 +16,12 @@ import zmq.asyncio
 from pagerelay.common.errors import StartupError, WireError
 from pagerelay.common.wire import address
 from pagerelay.common.wire.auth import CurveKeys, Gatekeeper, require_key_off_loopback
+from pagerelay.common.wire.codec import MAX_CONTROL_BYTES
 
 HIGH_WATER = 20_000
 LINGER_MS = 200
-MAX_FRAME_BYTES = 1 << 30
+MAX_BLOCK_BYTES = 1 << 30
+"""Largest raw frame that a data link takes: one KV block."""
 
 Frames = list[memoryview]
 
@@ -28,10 +30,10 @@ class PeerUnreachable(WireError):
     """The peer has gone, or does not read what it is sent."""
 
 
-def _common(socket: Any) -> None:
+def _common(socket: Any, max_frame_bytes: int) -> None:
     socket.linger = LINGER_MS
     socket.sndhwm = socket.rcvhwm = HIGH_WATER
-    socket.maxmsgsize = MAX_FRAME_BYTES
+    socket.maxmsgsize = max_frame_bytes
     socket.ipv6 = True
     # A connection that is half open (a host that vanished) is found and closed.
     socket.heartbeat_ivl, socket.heartbeat_timeout = 2000, 6000
@@ -62,7 +64,7 @@ class ServerSocket:
         if self._gate is not None:
             self._gate.start()
         self._socket = self._context.socket(zmq.ROUTER)
-        _common(self._socket)
+        _common(self._socket, MAX_CONTROL_BYTES)
         self._socket.router_mandatory = True
         # A peer that comes back under its identity replaces its old connection.
         self._socket.router_handover = True
@@ -97,12 +99,19 @@ class ServerSocket:
 class ClientSocket:
     """Dials; reconnects by itself for as long as it is open."""
 
-    def __init__(self, endpoint: str, identity: bytes, keys: CurveKeys | None, setting: str) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        identity: bytes,
+        keys: CurveKeys | None,
+        setting: str,
+        max_frame_bytes: int = MAX_CONTROL_BYTES,
+    ) -> None:
         host, port = address.parse(endpoint, setting)
         require_key_off_loopback(host, keys, setting)
         self._context = zmq.asyncio.Context()
         self._socket: Any = self._context.socket(zmq.DEALER)
-        _common(self._socket)
+        _common(self._socket, max_frame_bytes)
         self._socket.identity = identity
         self._socket.reconnect_ivl, self._socket.reconnect_ivl_max = 100, 1000
         if keys is not None:

@@ -150,6 +150,11 @@ def test_an_unknown_flag_is_refused() -> None:
     assert "--set engine: no such setting" in refused(flags={"engine": "1"})
 
 
+def test_a_mistyped_variable_is_refused() -> None:
+    assert "PAGERELAY_ENGINE_THREAD" in refused(PAGERELAY_ENGINE_THREAD="2")
+    assert load_config(environ={"PAGERELAY_CACHE": "/models", "PAGERELAY_IMAGE": "x"}) == Config()
+
+
 def test_a_bad_value_from_the_environment_is_refused() -> None:
     assert "$.engine.threads" in refused(PAGERELAY_ENGINE_THREADS="many")
     assert "$.router.port" in refused(PAGERELAY_ROUTER_PORT="-1")
