@@ -54,7 +54,6 @@ class DecodeEngine(EngineCore):
         self._fetching: dict[str, Sequence] = {}
         self._ending: set[int] = set()
         """Given-up fetches whose copy may still run: their blocks are on their way back."""
-        self._by_request: dict[str, Sequence] = {}
         self._deltas: dict[str, list[TokenDelta]] = {}
         self.cancelled_fetches: list[Sequence] = []
         """Fetches that must be given up; the worker takes them from here and ends them with
@@ -65,47 +64,16 @@ class DecodeEngine(EngineCore):
     # ------------------------------------------------------------------ from the router
 
     def submit(self, owner: str, job: DecodeJob) -> None:
+        """Queues a request: for a fetch, or without a handle for computing its prompt here."""
         with self.lock:
-            known = self._by_request.get(job.request_id)
-            if known is not None:
-                if known.attempt >= job.attempt:
-                    return
-                self._end(known, "ABORTED")
-            seq = Sequence(
-                owner=owner,
-                request_id=job.request_id,
-                attempt=job.attempt,
-                order=job.order,
-                token_ids=job.token_ids,
-                sampling=job.sampling,
-                first_index=job.first_index,
-                machine=Machine(DECODE, "QUEUED"),
-            )
-            if not 1 <= len(job.token_ids) <= self.max_model_len:
-                message = (
-                    f"{len(job.token_ids)} tokens do not fit this worker's limit of {self.max_model_len}"
-                )
-                self._tell_failed(seq, "too_long", message, retryable=False)
+            seq = self._accept(owner, job, Machine(DECODE, "QUEUED"))
+            if seq is None:
                 return
-            self._by_request[job.request_id] = seq
             if job.handle is None:
                 self.scheduler.add_waiting(seq)
             else:
                 self._handles[job.request_id] = job.handle
                 insort(self._queue, seq, key=by_age)
-
-    def abort(self, request_id: str, attempt: int) -> None:
-        with self.lock:
-            seq = self._by_request.get(request_id)
-            if seq is not None and seq.attempt <= attempt:
-                self._end(seq, "ABORTED")
-
-    def drop_owner(self, owner: str) -> int:
-        with self.lock:
-            orphans = [seq for seq in self._by_request.values() if seq.owner == owner]
-            for seq in orphans:
-                self._end(seq, "ABORTED")
-            return len(orphans)
 
     # ------------------------------------------------------------------ intake
 
@@ -241,7 +209,7 @@ class DecodeEngine(EngineCore):
         # A fetch's blocks come back only when its copy has stopped; until then the needy one sits out.
         return not fetching and victim is not seq
 
-    def _end(self, seq: Sequence, state: str) -> None:
+    def _end(self, seq: Sequence, state: str, reason: str | None = None) -> None:
         """The one place where a request leaves: its blocks go back now, or when nobody touches them any
         more."""
         seq.machine.move(state)

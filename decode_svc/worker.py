@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
 from functools import partial
 
 from pagerelay.common.config import Config
@@ -17,10 +15,7 @@ from pagerelay.common.transport.shm import ShmBackend
 from pagerelay.common.transport.tcp import TcpBackend
 from pagerelay.common.wire.auth import CurveKeys
 from pagerelay.common.wire.messages import (
-    Abort,
     DecodeJob,
-    Drain,
-    Hello,
     KvHandle,
     Load,
     Message,
@@ -42,8 +37,7 @@ class DecodeWorker(Worker):
     ) -> None:
         if colocated:
             self.role = "colocated"
-        super().__init__(config, keys)
-        self._parts = parts
+        super().__init__(config, keys, parts)
         self.engine: DecodeEngine = DecodeEngine(parts.runner, parts.facts, parts.pool, parts.limits)
         shm = parts.backend if isinstance(parts.backend, ShmBackend) else ShmBackend()
         self._backends = (shm, TcpBackend(config.worker.tcp_window_blocks))
@@ -63,7 +57,7 @@ class DecodeWorker(Worker):
             task.cancel()
         await asyncio.gather(*self._fetches.values(), return_exceptions=True)
         await self._peers.close()
-        for backend in {*self._backends, self._parts.backend}:
+        for backend in {*self._backends, self.parts.backend}:
             backend.close()
 
     async def send_to_peer(self, peer: bytes, message: Message) -> None:
@@ -97,7 +91,7 @@ class DecodeWorker(Worker):
     async def _fetch(self, intake: Intake) -> None:
         seq, handle = intake.seq, intake.handle
         try:
-            difference = self._parts.layout.difference(handle.layout)
+            difference = self.parts.layout.difference(handle.layout)
             if difference is not None:
                 raise ConfigError(f"the prefill worker does not match: {difference}")
             backend, reason = self._choice.backend(handle.incarnation, handle.pool)
@@ -108,7 +102,7 @@ class DecodeWorker(Worker):
                 intake,
                 self._peers.link(handle),
                 backend,
-                self._parts.pool,
+                self.parts.pool,
                 patience_s=self.config.worker.lease_s / 4,
                 clock=self.clock,
             )
@@ -130,7 +124,7 @@ class DecodeWorker(Worker):
         counters = self.counters
         counters.fetched_blocks[transport] = counters.fetched_blocks.get(transport, 0) + num_blocks
         counters.fetched_bytes[transport] = counters.fetched_bytes.get(transport, 0) + num_bytes
-        cached = min(from_block * self._parts.layout.block_size, seq.num_given)
+        cached = min(from_block * self.parts.layout.block_size, seq.num_given)
         counters.prompt_tokens_cached += cached
         counters.prompt_tokens_received += seq.num_given - cached
 
@@ -161,36 +155,10 @@ class DecodeWorker(Worker):
 
     # ------------------------------------------------------------------ routers
 
-    def hello(self) -> Hello:
-        return Hello(
-            worker_id=self.worker_id,
-            incarnation=self.incarnation,
-            role=self.role,
-            layout=self._parts.layout,
-            num_blocks=self._parts.pool.num_blocks,
-            max_num_seqs=self._parts.limits.max_num_seqs,
-            max_model_len=self.engine.max_model_len,
-            eos_token_ids=self._parts.facts.eos_token_ids,
-            transport=self._parts.backend.name,
-            ops=self._parts.runner.ops.name,
-            pid=os.getpid(),
-            host=socket.gethostname(),
-        )
-
-    def received(self, router_id: str, message: ToWorker) -> None:
+    def submit(self, router_id: str, message: ToWorker) -> bool:
         if isinstance(message, DecodeJob):
             self.engine.submit(router_id, message)
-        elif isinstance(message, Abort):
-            self.engine.abort(message.request_id, message.attempt)
-        elif isinstance(message, Drain):
-            self.begin_drain(message)
-        else:
-            self.message_dropped()
-        self.wake()
-        self.flush()
-
-    def drop_owner(self, router_id: str) -> int:
-        return self.engine.drop_owner(router_id)
+        return isinstance(message, DecodeJob)
 
     def load(self) -> Load:
         engine = self.engine

@@ -72,7 +72,6 @@ class PrefillEngine(EngineCore):
         self._handle = handle
         self._last_lease = 0
         self.leases: dict[int, Lease] = {}
-        self._by_request: dict[str, Sequence] = {}
         self._lease_of: dict[str, Lease] = {}
         self.expired = 0
         self.num_prompt_tokens_cached = 0
@@ -82,48 +81,11 @@ class PrefillEngine(EngineCore):
     # ------------------------------------------------------------------ from the router
 
     def submit(self, owner: str, job: PrefillJob) -> None:
-        """Queues a prompt; one that can never fit is refused at once. A newer attempt replaces an older
-        one."""
+        """Queues a prompt."""
         with self.lock:
-            known = self._by_request.get(job.request_id)
-            if known is not None:
-                if known.attempt >= job.attempt:
-                    return
-                self._end(known, "ABORTED", "a newer attempt took its place")
-            seq = Sequence(
-                owner=owner,
-                request_id=job.request_id,
-                attempt=job.attempt,
-                order=job.order,
-                token_ids=job.token_ids,
-                sampling=job.sampling,
-                first_index=job.first_index,
-                machine=Machine(PREFILL, "WAITING"),
-            )
-            if not 1 <= len(job.token_ids) <= self.max_model_len:
-                message = (
-                    f"{len(job.token_ids)} tokens do not fit this worker's limit of {self.max_model_len}"
-                )
-                self._tell_failed(seq, "too_long", message, retryable=False)
-                return
-            self._by_request[job.request_id] = seq
-            self.scheduler.add_waiting(seq)
-
-    def abort(self, request_id: str, attempt: int) -> None:
-        """Takes a request back wherever it is; late or repeated calls do nothing."""
-        with self.lock:
-            seq = self._by_request.get(request_id)
-            if seq is not None and seq.attempt <= attempt:
-                self._end(seq, "ABORTED", "the request was taken back")
-
-    def drop_owner(self, owner: str) -> int:
-        """The router is gone: nobody waits for its prompts. Leases that D may still fetch are given up
-        too."""
-        with self.lock:
-            orphans = [seq for seq in self._by_request.values() if seq.owner == owner]
-            for seq in orphans:
-                self._end(seq, "ABORTED", "the router is gone")
-            return len(orphans)
+            seq = self._accept(owner, job, Machine(PREFILL, "WAITING"))
+            if seq is not None:
+                self.scheduler.add_waiting(seq)
 
     # ------------------------------------------------------------------ from decode workers
 

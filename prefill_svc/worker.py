@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
 
 import msgspec
 
@@ -21,12 +19,9 @@ from pagerelay.common.wire import address
 from pagerelay.common.wire.auth import CurveKeys
 from pagerelay.common.wire.codec import Decoder, encode
 from pagerelay.common.wire.messages import (
-    Abort,
     Blocks,
-    Drain,
     Fetch,
     FirstToken,
-    Hello,
     KvHandle,
     LeaseLost,
     Load,
@@ -50,8 +45,7 @@ class PrefillWorker(Worker):
     role = "prefill"
 
     def __init__(self, config: Config, keys: CurveKeys | None, parts: Parts) -> None:
-        super().__init__(config, keys)
-        self._parts = parts
+        super().__init__(config, keys, parts)
         self._endpoint = ""
         self._data_port = 0
         self._data = ServerSocket(keys)
@@ -76,8 +70,8 @@ class PrefillWorker(Worker):
             incarnation=self.incarnation,
             lease=lease,
             data_endpoint=self._endpoint,
-            pool=self._parts.backend.address(),
-            layout=self._parts.layout,
+            pool=self.parts.backend.address(),
+            layout=self.parts.layout,
             num_tokens=num_tokens,
         )
 
@@ -85,25 +79,15 @@ class PrefillWorker(Worker):
 
     async def start_data_link(self) -> None:
         settings = self.config.worker
-        port = self._data.bind(settings.data_host, settings.data_port, "worker.data_host")
-        self._data_port = port
-        self._find_endpoint()
+        self._data_port = self._data.bind(settings.data_host, settings.data_port, "worker.data_host")
+        self.data_endpoint()
         self._serving = self.task(self._serve())
-
-    def _find_endpoint(self) -> None:
-        """What decode workers are told. Looked up again with every Hello: a router's name may not resolve at
-        start."""
-        settings = self.config.worker
-        host = settings.advertise_host
-        if host is None and not address.is_loopback(settings.data_host):
-            host = address.address_towards(settings.routers[0])
-        self._endpoint = address.join(host or settings.data_host, self._data_port)
 
     async def stop_data_link(self) -> None:
         if self._serving is not None:
             self._serving.cancel()
         self._data.close()
-        self._parts.backend.close()
+        self.parts.backend.close()
 
     async def _serve(self) -> None:
         while True:
@@ -136,7 +120,7 @@ class PrefillWorker(Worker):
             return
         header = encode(Blocks(lease=message.lease, block_ids=message.block_ids))
         try:
-            blocks = [memoryview(self._parts.pool.blocks[block]) for block in message.block_ids]
+            blocks = [memoryview(self.parts.pool.blocks[block]) for block in message.block_ids]
             await self._data.send(peer, header, *blocks, copy=False)
         except PeerUnreachable:
             self.message_dropped()
@@ -152,36 +136,21 @@ class PrefillWorker(Worker):
 
     # ------------------------------------------------------------------ routers
 
-    def hello(self) -> Hello:
-        self._find_endpoint()
-        return Hello(
-            worker_id=self.worker_id,
-            incarnation=self.incarnation,
-            role=self.role,
-            layout=self._parts.layout,
-            num_blocks=self._parts.pool.num_blocks,
-            max_num_seqs=self._parts.limits.max_num_seqs,
-            max_model_len=self.engine.max_model_len,
-            eos_token_ids=self._parts.facts.eos_token_ids,
-            data_endpoint=self._endpoint,
-            transport=self._parts.backend.name,
-            ops=self._parts.runner.ops.name,
-            pid=os.getpid(),
-            host=socket.gethostname(),
-        )
+    def data_endpoint(self) -> str:
+        """What decode workers are told. Looked up again with every Hello: a router's name may not resolve at
+        start."""
+        settings = self.config.worker
+        host = settings.advertise_host
+        if host is None and not address.is_loopback(settings.data_host):
+            host = address.address_towards(settings.routers[0])
+        self._endpoint = address.join(host or settings.data_host, self._data_port)
+        return self._endpoint
 
-    def received(self, router_id: str, message: ToWorker) -> None:
+    def submit(self, router_id: str, message: ToWorker) -> bool:
         if isinstance(message, PrefillJob):
             self._times[message.request_id] = self.clock()
             self.engine.submit(router_id, message)
-        elif isinstance(message, Abort):
-            self.engine.abort(message.request_id, message.attempt)
-        elif isinstance(message, Drain):
-            self.begin_drain(message)
-        else:
-            self.message_dropped()
-        self.wake()
-        self.flush()
+        return isinstance(message, PrefillJob)
 
     def outgoing(self, message: Message) -> Message:
         now = self.clock()
@@ -193,9 +162,6 @@ class PrefillWorker(Worker):
             since = self._began.pop(message.delta.request_id, now)
             return msgspec.structs.replace(message, prefill_s=now - since)
         return message
-
-    def drop_owner(self, router_id: str) -> int:
-        return self.engine.drop_owner(router_id)
 
     def tick(self) -> None:
         now = self.clock()

@@ -22,7 +22,8 @@ from pagerelay.common.kv.pool import KvPool
 from pagerelay.common.model.batch import Batch, Row, build_batch
 from pagerelay.common.model.runner import ModelFacts, ModelRunner
 from pagerelay.common.model.sampler import SampleRequest, sample
-from pagerelay.common.wire.messages import BlockCounts, Failed, Message
+from pagerelay.common.states import Machine
+from pagerelay.common.wire.messages import BlockCounts, DecodeJob, Failed, Message, PrefillJob
 
 
 def _nothing() -> None:
@@ -77,6 +78,7 @@ class EngineCore:
         )
         self.stats = StepStats()
         self._outbox = Outbox()
+        self._by_request: dict[str, Sequence] = {}
         self._in_step: list[Sequence] = []
         self.on_planned: Callable[[], None] = _nothing
         """Called on the engine's thread when a step was planned that has news (a prompt was admitted): the
@@ -172,7 +174,53 @@ class EngineCore:
         )
         self._outbox.to_router.append((seq.owner, failed))
 
+    # ------------------------------------------------------------------ requests come and go
+
+    def _accept(self, owner: str, job: PrefillJob | DecodeJob, machine: Machine) -> Sequence | None:
+        """A sequence for the job; ``None`` if it can never fit (the router is told) or is an old attempt's. A
+        newer attempt replaces an older one."""
+        known = self._by_request.get(job.request_id)
+        if known is not None:
+            if known.attempt >= job.attempt:
+                return None
+            self._end(known, "ABORTED", "a newer attempt took its place")
+        seq = Sequence(
+            owner=owner,
+            request_id=job.request_id,
+            attempt=job.attempt,
+            order=job.order,
+            token_ids=job.token_ids,
+            sampling=job.sampling,
+            first_index=job.first_index,
+            machine=machine,
+        )
+        if not 1 <= seq.num_tokens <= self.max_model_len:
+            message = f"{seq.num_tokens} tokens do not fit this worker's limit of {self.max_model_len}"
+            self._tell_failed(seq, "too_long", message, retryable=False)
+            return None
+        self._by_request[job.request_id] = seq
+        return seq
+
+    def abort(self, request_id: str, attempt: int) -> None:
+        """Takes a request back wherever it is; late or repeated calls do nothing."""
+        with self.lock:
+            seq = self._by_request.get(request_id)
+            if seq is not None and seq.attempt <= attempt:
+                self._end(seq, "ABORTED", "the request was taken back")
+
+    def drop_owner(self, owner: str) -> int:
+        """The router is gone, and nobody waits for its requests. Returns how many there were."""
+        with self.lock:
+            orphans = [seq for seq in self._by_request.values() if seq.owner == owner]
+            for seq in orphans:
+                self._end(seq, "ABORTED", "the router is gone")
+            return len(orphans)
+
     # ------------------------------------------------------------------ for subclasses
+
+    def _end(self, seq: Sequence, state: str, reason: str | None = None) -> None:
+        """The one place where a request leaves and its blocks are given back."""
+        raise NotImplementedError  # pragma: no cover
 
     def _failed(self, seq: Sequence) -> None:
         raise NotImplementedError  # pragma: no cover

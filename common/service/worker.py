@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
@@ -21,9 +22,20 @@ from typing import Any
 from pagerelay.common.config import Config
 from pagerelay.common.engine.core import EngineCore, Outbox
 from pagerelay.common.errors import PagerelayError
+from pagerelay.common.service.build import Parts
 from pagerelay.common.service.link import RouterLink, monotonic
 from pagerelay.common.wire.auth import CurveKeys
-from pagerelay.common.wire.messages import Counters, Drain, Heartbeat, Hello, Load, Message, Role, ToWorker
+from pagerelay.common.wire.messages import (
+    Abort,
+    Counters,
+    Drain,
+    Heartbeat,
+    Hello,
+    Load,
+    Message,
+    Role,
+    ToWorker,
+)
 from pagerelay.common.wire.sockets import cancel_all
 
 log = logging.getLogger(__name__)
@@ -38,8 +50,9 @@ class Worker(ABC):
     role: Role
     engine: EngineCore
 
-    def __init__(self, config: Config, keys: CurveKeys | None) -> None:
+    def __init__(self, config: Config, keys: CurveKeys | None, parts: Parts) -> None:
         self.config = config
+        self.parts = parts
         self.keys = keys
         self.incarnation = secrets.token_hex(8)
         self.worker_id = f"{self.role}-{self.incarnation[:6]}"
@@ -65,10 +78,12 @@ class Worker(ABC):
     async def stop_data_link(self) -> None: ...
 
     @abstractmethod
-    def hello(self) -> Hello: ...
+    def submit(self, router_id: str, message: ToWorker) -> bool:
+        """Gives the engine its kind of job; false if the message is none."""
 
-    @abstractmethod
-    def received(self, router_id: str, message: ToWorker) -> None: ...
+    def data_endpoint(self) -> str:
+        """Where decode workers dial; nowhere by default."""
+        return ""
 
     @abstractmethod
     def load(self) -> Load: ...
@@ -256,6 +271,34 @@ class Worker(ABC):
 
     # ------------------------------------------------------------------ links' questions
 
+    def hello(self) -> Hello:
+        parts = self.parts
+        return Hello(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            role=self.role,
+            layout=parts.layout,
+            num_blocks=parts.pool.num_blocks,
+            max_num_seqs=parts.limits.max_num_seqs,
+            max_model_len=self.engine.max_model_len,
+            eos_token_ids=parts.facts.eos_token_ids,
+            data_endpoint=self.data_endpoint(),
+            transport=parts.backend.name,
+            ops=parts.runner.ops.name,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+        )
+
+    def received(self, router_id: str, message: ToWorker) -> None:
+        if isinstance(message, Abort):
+            self.engine.abort(message.request_id, message.attempt)
+        elif isinstance(message, Drain):
+            self._stopped.set()
+        elif not self.submit(router_id, message):
+            self.message_dropped()
+        self.wake()
+        self.flush()
+
     def heartbeat(self) -> Heartbeat:
         return Heartbeat(load=self.load(), counters=self.counters)
 
@@ -264,13 +307,10 @@ class Worker(ABC):
         return 0.0 if began is None else self.clock() - began
 
     def router_lost(self, router_id: str) -> None:
-        dropped = self.drop_owner(router_id)
+        dropped = self.engine.drop_owner(router_id)
         if dropped:
             log.warning("dropped %d requests of a router that is gone", dropped)
         self.flush()
-
-    @abstractmethod
-    def drop_owner(self, router_id: str) -> int: ...
 
     def refused_for_good(self, endpoint: str, reason: str) -> None:
         log.error("the router at %s refuses this worker: %s", endpoint, reason)
@@ -279,6 +319,3 @@ class Worker(ABC):
 
     def message_dropped(self) -> None:
         self.counters.dropped_messages += 1
-
-    def begin_drain(self, message: Drain) -> None:
-        self._stopped.set()

@@ -116,7 +116,7 @@ class House:
     async def stop(self, worker_id: str) -> int:
         worker, _, task = self.workers.pop(worker_id)
         if not task.done():
-            worker.begin_drain(Drain())
+            worker.received("", Drain())
         async with asyncio.timeout(8):
             return await task
 
