@@ -10,6 +10,7 @@ step reads its blocks is marked ``doomed`` and gives them back when that step ha
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -56,8 +57,8 @@ class Outbox:
     to_peer: list[tuple[bytes, Message]] = field(default_factory=list)
 
 
-class EngineCore:
-    """Shared machinery. Subclasses implement ``_sampled``, ``_advanced``, ``_admitted`` and ``_short``."""
+class EngineCore(ABC):
+    """Shared machinery; what a finished prompt or token means is the subclasses' business."""
 
     def __init__(self, runner: ModelRunner, facts: ModelFacts, pool: KvPool, limits: EngineLimits) -> None:
         self.lock = threading.RLock()
@@ -218,24 +219,29 @@ class EngineCore:
 
     # ------------------------------------------------------------------ for subclasses
 
+    @abstractmethod
     def _end(self, seq: Sequence, state: str, reason: str | None = None) -> None:
         """The one place where a request leaves and its blocks are given back."""
-        raise NotImplementedError  # pragma: no cover
 
+    @abstractmethod
     def _failed(self, seq: Sequence) -> None:
-        raise NotImplementedError  # pragma: no cover
+        """The step it was in raised."""
 
+    @abstractmethod
     def _admitted(self, seq: Sequence) -> None:
-        raise NotImplementedError  # pragma: no cover - every engine has its own
+        """It left the queue and has its blocks."""
 
+    @abstractmethod
     def _short(self, seq: Sequence) -> bool:
-        raise NotImplementedError  # pragma: no cover
+        """A block is missing for it; see ``Scheduler``."""
 
+    @abstractmethod
     def _advanced(self, seq: Sequence) -> None:
-        raise NotImplementedError  # pragma: no cover
+        """More of its KV is computed."""
 
+    @abstractmethod
     def _sampled(self, seq: Sequence, token: int, index: int) -> None:
-        raise NotImplementedError  # pragma: no cover
+        """``token``, appended already, is its output at position ``index``."""
 
     def _leave(self, seq: Sequence) -> None:
         """Takes a sequence out of the schedule and gives its blocks back, now or when the running step has
