@@ -75,8 +75,6 @@ class PrefillEngine(EngineCore):
         self._lease_of: dict[str, Lease] = {}
         self.expired = 0
         self.num_prompt_tokens_cached = 0
-        self.now = 0.0
-        """Clock reading of the last verb that was given one; deadlines are set from it."""
 
     # ------------------------------------------------------------------ from the router
 
@@ -93,7 +91,6 @@ class PrefillEngine(EngineCore):
         """A decode worker begins to fetch; tells it all that is ready. A second fetch of a lease replaces the
         first."""
         with self.lock:
-            self.now = now
             if message.incarnation != self._incarnation:
                 reason = "the worker that gave this lease is gone"
                 self._outbox.to_peer.append((peer, LeaseLost(lease=message.lease, reason=reason)))
@@ -112,25 +109,23 @@ class PrefillEngine(EngineCore):
                 return
             lease.peer = peer
             lease.announced = message.from_block
-            self._touch(lease)
+            self._touch(lease, now)
             self._announce(lease)
 
     def may_read(self, peer: bytes, lease_id: int, block_ids: Seq[int], now: float) -> bool:
         """Are these blocks the peer's to read? Also a sign of life."""
         with self.lock:
-            self.now = now
             lease = self.leases.get(lease_id)
             if lease is None or lease.peer != peer or not set(block_ids) <= set(lease.seq.block_ids):
                 return False
-            self._touch(lease)
+            self._touch(lease, now)
             return True
 
     def renew(self, lease_ids: Seq[int], now: float) -> None:
         with self.lock:
-            self.now = now
             for lease_id in lease_ids:
                 if lease_id in self.leases:
-                    self._touch(self.leases[lease_id])
+                    self._touch(self.leases[lease_id], now)
 
     def release(self, peer: bytes, lease_id: int, received: bool) -> None:
         """D has its copy (answered: did the lease stand until now?) or does not want it any more (not
@@ -148,10 +143,14 @@ class PrefillEngine(EngineCore):
                     lease.peer = None  # still computing: another decode worker may come for it
 
     def expire(self, now: float) -> None:
-        """Ends the leases that nobody gave a sign of life for."""
+        """Ends the leases that nobody gave a sign of life for. A lease's time begins with the first call
+        after its KV was complete: the step that completes it has no clock."""
         with self.lock:
-            self.now = now
-            for lease in [le for le in self.leases.values() if le.deadline is not None and le.deadline < now]:
+            complete = [lease for lease in self.leases.values() if lease.first_token is not None]
+            for lease in complete:
+                if lease.deadline is None:
+                    lease.deadline = now + self._lease_s
+            for lease in [le for le in complete if le.deadline is not None and le.deadline < now]:
                 self.expired += 1
                 seq = lease.seq
                 self._end(seq, "EXPIRED", f"no sign of life for {self._lease_s:g} s")
@@ -202,14 +201,14 @@ class PrefillEngine(EngineCore):
         self.scheduler.remove(seq)
         self.blocks.move(seq.block_ids, "held", "leased")
         lease.first_token = token
-        self._touch(lease)
         self._announce(lease)
 
     # ------------------------------------------------------------------ leases
 
-    def _touch(self, lease: Lease) -> None:
+    def _touch(self, lease: Lease, now: float) -> None:
+        """A sign of life of the decode worker."""
         if lease.first_token is not None:
-            lease.deadline = self.now + self._lease_s
+            lease.deadline = now + self._lease_s
 
     def _announce(self, lease: Lease) -> None:
         """Tells the peer every block that is final and that it does not know of, and the commit at the

@@ -19,6 +19,7 @@ send the first token; a late attempt) is dropped, and a gap means that something
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -43,6 +44,8 @@ from pagerelay.router.links import RequestNews, WorkerLinks
 from pagerelay.router.metrics import RouterMetrics
 from pagerelay.router.policy import RoutingPolicy
 from pagerelay.router.registry import WorkerEntry
+
+log = logging.getLogger(__name__)
 
 MAX_PREEMPTIONS = 64
 """A request preempted this often ends in an error instead of going round for ever."""
@@ -243,7 +246,7 @@ class RequestFlow:
             self._metrics.late_messages.inc()
             return []
         if delta.index > len(self.emitted):
-            await self._recover("gap", "a message was lost")
+            await self._recover("gap", f"token {delta.index} came where {len(self.emitted)} was due")
             return []
         if delta.index < len(self.emitted):
             return []
@@ -319,6 +322,14 @@ class RequestFlow:
         if self._machine.ended:
             return
         self._metrics.recoveries.labels(cause=cause).inc()
+        log.warning(
+            "%s recovers while %s, %d tokens in: %s (%s)",
+            self.request_id,
+            self.state.lower(),
+            len(self.emitted),
+            message,
+            cause,
+        )
         if cause != "preempted":
             self.recoveries += 1
         if self.recoveries > self._settings.max_recoveries or self._preemptions > MAX_PREEMPTIONS:
