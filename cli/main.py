@@ -31,6 +31,7 @@ _FLAGS = {
     "max-batch-tokens": ("engine.max_batch_tokens", "token budget of one step"),
     "threads": ("engine.threads", "CPU threads of a worker's model"),
     "cpu-ops": ("engine.cpu_ops", "auto, c or torch"),
+    "cpu-weights": ("engine.cpu_weights", "fp32 or int8"),
     "prefill": ("cluster.prefill", "number of prefill workers"),
     "decode": ("cluster.decode", "number of decode workers"),
     "colocated": (
@@ -49,6 +50,7 @@ _ENGINE = (
     "max-batch-tokens",
     "threads",
     "cpu-ops",
+    "cpu-weights",
 )
 _WORKER = (*_MODEL, "router", "transport", "cluster-key-file", *_ENGINE)
 _ROUTER = (*_MODEL, "served-model-name", "host", "port", "workers-endpoint", "cluster-key-file")

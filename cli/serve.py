@@ -109,12 +109,21 @@ def choose_ops(config: Config, threads: int) -> Any:
     from pagerelay.kernels.cpu_ops import CpuOps
     from pagerelay.kernels.torch_ops import TorchOps
 
+    int8 = config.engine.cpu_weights == "int8"
     if config.engine.cpu_ops == "torch":
+        if int8:
+            raise StartupError(
+                "engine.cpu_weights is int8, which torch's own kernels lack: cpu_ops must be c"
+            )
         return TorchOps()
     try:
-        return CpuOps(cache_dir() / "kernels", threads)
+        return CpuOps(cache_dir() / "kernels", threads, int8_weights=int8)
     except KernelUnavailable as error:
         if config.engine.cpu_ops == "c":
             raise StartupError(f"engine.cpu_ops is c: {error.reason}") from error
+        if int8:
+            raise StartupError(
+                f"engine.cpu_weights is int8, which needs the C kernels: {error.reason}"
+            ) from error
         log.warning("%s: torch's own kernels serve, about half as fast", error.reason)
         return TorchOps()

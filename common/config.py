@@ -66,6 +66,9 @@ class EngineConfig(Section, frozen=True):
     1."""
     cpu_ops: Literal["auto", "c", "torch"] = "auto"
     """Kernels on CPU: compiled C where a compiler is found (auto), C or an error, or torch's own."""
+    cpu_weights: Literal["fp32", "int8"] = "fp32"
+    """int8: weights rounded to 255 steps per output, faster and near the model's own results; needs the C
+    kernels."""
 
 
 class RouterConfig(Section, frozen=True):

@@ -9,51 +9,86 @@ ctypes releases the interpreter lock during a call. Calls may come from several 
 the pool of helper threads, others run on their own thread.
 """
 
+from __future__ import annotations
+
 import ctypes
 import platform
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pagerelay.kernels.cpu_build import KernelUnavailable, build
+from pagerelay.kernels.cpu_native import (
+    AttendJob,
+    Layer,
+    Step,
+    Weight,
+    check,
+    choose,
+    dense,
+    fp32,
+    load,
+    pointer,
+    pool_shape,
+)
 
 PANEL = 16
 MAX_HEAD_DIM = 256
-INSTRUCTION_SETS = ("avx512", "avx2")
-
-_POINTER, _LONG, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
-_STATUS = {-1: "no memory for the kernels' scratch", -2: "an index, length or block id is outside its array"}
-
-
-class _AttendJob(ctypes.Structure):
-    """struct attend_job of cpu/kernels.h."""
-
-    _fields_ = [
-        *(
-            (name, _POINTER)
-            for name in ("pool", "query", "out", "tables", "seq_lens", "query_starts", "items")
-        ),
-        *(
-            (name, _LONG)
-            for name in ("block_stride", "max_blocks", "heads", "kv_heads", "block_size", "head_dim")
-        ),
-        ("window", _LONG),
-        ("scale", _FLOAT),
-        ("soft_cap", _FLOAT),
-        ("max_vectors", _LONG),
-    ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """A weight [out_features, in_features] as panels [ceil(out / 16), in, 16], zero past the last output."""
+    """A weight [out_features, in_features] as panels [ceil(out / 16), in, 16], zero past the last output.
+
+    fp32, or int8 where `scales` [ceil(out / 16) * 16] give what one step of each output's weights is worth.
+    """
 
     panels: Tensor
+    scales: Tensor | None
     out_features: int
     in_features: int
+
+    def native(self, bias: Tensor | None) -> Weight:
+        """As the library takes it; ValueError when the bias does not fit."""
+        if bias is not None and bias.shape != (self.out_features,):
+            raise ValueError(f"bias {tuple(bias.shape)} does not fit {self}")
+        return Weight(
+            *(pointer(self.panels), pointer(self.scales), pointer(bias), self.out_features, self.in_features)
+        )
+
+    def __str__(self) -> str:
+        return f"a weight [{self.out_features}, {self.in_features}]"
+
+
+class LayerParts(Protocol):
+    """A decoder layer: x += out(attend(qkv(norm(x)))); x += down(silu_mul(gate_up(norm(x))))."""
+
+    attention_norm: Tensor
+    mlp_norm: Tensor
+    eps: float
+    qkv: tuple[PackedWeight, Tensor | None]
+    """Weight and bias, as of the three below."""
+    out: tuple[PackedWeight, Tensor | None]
+    gate_up: tuple[PackedWeight, Tensor | None]
+    down: tuple[PackedWeight, Tensor | None]
+    scale: float
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedStack:
+    """Decoder layers as the library takes them; `parts` keeps their memory."""
+
+    layers: ctypes.Array[Layer]
+    hidden: int
+    inner: int
+    qkv: int
+    parts: list[LayerParts]
 
 
 class CpuOps:
@@ -63,10 +98,17 @@ class CpuOps:
     min_rows = 1
 
     def __init__(
-        self, cache_dir: Path, threads: int, instruction_set: str | None = None, library: Path | None = None
+        self,
+        cache_dir: Path,
+        threads: int,
+        instruction_set: str | None = None,
+        library: Path | None = None,
+        int8_weights: bool = False,
     ) -> None:
         """Compiles (or finds in `cache_dir`) the library and starts `threads` - 1 helper threads.
 
+        With `int8_weights` linears round each output's weights to 255 steps: a quarter of the memory and of
+        its traffic, and other results, though these too do not depend on what else is in the batch.
         `instruction_set` forces "avx2" or "avx512" (default: the best there is); `library` takes a ready-made
         library and compiles nothing. Raises KernelUnavailable.
         """
@@ -74,9 +116,9 @@ class CpuOps:
             raise ValueError(f"threads must be at least 1, not {threads}")
         if platform.machine() not in ("x86_64", "AMD64"):
             raise KernelUnavailable(f"the C kernels are for x86-64, this machine is {platform.machine()}")
-        self._lib = _load(library or build(cache_dir))
-        self.threads = threads
-        self.instruction_set = _choose(self._lib, instruction_set)
+        self._lib = load(library or build(cache_dir))
+        self.threads, self._int8 = threads, int8_weights
+        self.instruction_set = choose(self._lib, instruction_set)
         self._handle = self._lib.ops_open(self.instruction_set.encode(), threads)
         if not self._handle:
             raise KernelUnavailable("no memory for the kernels' thread pool")
@@ -85,13 +127,13 @@ class CpuOps:
 
     def write_kv(self, pool: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """As `TorchOps.write_kv`; ValueError when a slot is outside the pool, and then nothing is written."""
-        key, value, slots = _fp32(key), _fp32(value), _dense(slots, torch.int64)
-        blocks, kv_heads, block_size, head_dim = _pool_shape(pool)
+        key, value, slots = fp32(key), fp32(value), dense(slots, torch.int64)
+        blocks, kv_heads, block_size, head_dim = pool_shape(pool)
         if key.shape != (slots.numel(), kv_heads, head_dim) or value.shape != key.shape:
             raise ValueError(
                 f"key {tuple(key.shape)} does not fit pool {tuple(pool.shape)} and {slots.numel()} slots"
             )
-        _check(
+        check(
             self._lib.ops_write_kv(
                 pool[0, layer].data_ptr(),
                 *(pool.stride(0), blocks, kv_heads, block_size, head_dim),
@@ -115,78 +157,58 @@ class CpuOps:
 
         ValueError when lengths, starts and tables do not fit each other or name a block outside the pool.
         """
-        query = _fp32(query)
-        tables, seq_lens = _dense(tables, torch.int32), _dense(seq_lens, torch.int32)
-        query_starts = _dense(query_starts, torch.int32)
-        blocks, kv_heads, block_size, head_dim = _pool_shape(pool)
-        rows, heads, query_dim = query.shape
-        if query_dim != head_dim or head_dim % 8 or head_dim > MAX_HEAD_DIM or heads % kv_heads:
+        query, out = fp32(query), torch.empty_like(query, memory_format=torch.contiguous_format)
+        job, kept = _attention(pool, query.shape[1], tables, seq_lens, query_starts)
+        if query.shape[2] != job.head_dim:
             raise ValueError(f"query {tuple(query.shape)} does not fit pool {tuple(pool.shape)}")
-        if tables.shape[0] != seq_lens.numel() or query_starts.numel() != seq_lens.numel() + 1:
-            raise ValueError("tables, seq_lens and query_starts disagree on the number of sequences")
-        out = torch.empty_like(query)
-        job = _AttendJob(
-            pool=pool[0, layer].data_ptr(),
-            query=query.data_ptr(),
-            out=out.data_ptr(),
-            tables=tables.data_ptr(),
-            seq_lens=seq_lens.data_ptr(),
-            query_starts=query_starts.data_ptr(),
-            block_stride=pool.stride(0),
-            max_blocks=tables.shape[1],
-            heads=heads,
-            kv_heads=kv_heads,
-            block_size=block_size,
-            head_dim=head_dim,
-            window=window or 0,
-            scale=scale,
-            soft_cap=soft_cap or 0.0,
-        )
-        _check(self._lib.ops_attend(self._handle, ctypes.byref(job), blocks, seq_lens.numel(), rows))
+        job.pool, job.query, job.out = pool[0, layer].data_ptr(), query.data_ptr(), out.data_ptr()
+        job.scale, job.window, job.soft_cap = scale, window or 0, soft_cap or 0.0
+        check(self._lib.ops_attend(self._handle, ctypes.byref(job), query.shape[0]))
+        del kept
         return out
 
     def pack(self, weight: Tensor) -> PackedWeight:
         """weight [out, in] in panels; the caller may drop the weight."""
-        weight = _fp32(weight)
+        weight, scales = fp32(weight), None
         out_features, in_features = weight.shape
-        panels = torch.empty(-(-out_features // PANEL), in_features, PANEL)
-        self._lib.ops_pack(weight.data_ptr(), panels.data_ptr(), out_features, in_features)
-        return PackedWeight(panels, out_features, in_features)
+        panels = -(-out_features // PANEL)
+        if self._int8:
+            scales = torch.zeros(panels * PANEL)
+            scales[:out_features] = weight.abs().amax(1) / 127
+            steps = weight / scales[:out_features, None].clamp(min=torch.finfo(torch.float32).tiny)
+            weight = steps.round_().to(torch.int8)
+        packed = torch.empty(panels, in_features, PANEL, dtype=weight.dtype)
+        self._lib.ops_pack(
+            weight.data_ptr(), packed.data_ptr(), out_features, in_features, weight.element_size()
+        )
+        return PackedWeight(packed, scales, out_features, in_features)
 
     def linear(self, x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
         """As `TorchOps.linear`."""
-        x, bias = _fp32(x), None if bias is None else _fp32(bias)
-        if x.shape[-1] != packed.in_features or (bias is not None and bias.shape != (packed.out_features,)):
-            raise ValueError(f"x {tuple(x.shape)} or the bias does not fit a weight {_features(packed)}")
+        x, bias = fp32(x), None if bias is None else fp32(bias)
+        if x.shape[-1] != packed.in_features:
+            raise ValueError(f"x {tuple(x.shape)} does not fit {packed}")
+        weight = packed.native(bias)
         out = x.new_empty(*x.shape[:-1], packed.out_features)
-        _check(
-            self._lib.ops_linear(
-                *(
-                    self._handle,
-                    x.data_ptr(),
-                    packed.panels.data_ptr(),
-                    None if bias is None else bias.data_ptr(),
-                ),
-                *(out.data_ptr(), x.numel() // packed.in_features, packed.out_features, packed.in_features),
-            )
-        )
+        rows = x.numel() // packed.in_features
+        check(self._lib.ops_linear(self._handle, x.data_ptr(), ctypes.byref(weight), out.data_ptr(), rows))
         return out
 
     def embed(self, ids: Tensor, packed: PackedWeight) -> Tensor:
         """As `TorchOps.embed`; ValueError when an id is outside the weight."""
-        ids = _dense(ids, torch.int64)
+        ids = dense(ids, torch.int64)
         out = torch.empty(*ids.shape, packed.in_features)
-        _check(
+        check(
             self._lib.ops_embed(
-                *(packed.panels.data_ptr(), ids.data_ptr(), out.data_ptr(), ids.numel()),
-                *(packed.out_features, packed.in_features),
+                *(packed.panels.data_ptr(), pointer(packed.scales), ids.data_ptr(), out.data_ptr()),
+                *(ids.numel(), packed.out_features, packed.in_features),
             )
         )
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """As `TorchOps.rms_norm`."""
-        x, weight = _fp32(x), _fp32(weight)
+        x, weight = fp32(x), fp32(weight)
         width = x.shape[-1]
         if weight.shape != (width,):
             raise ValueError(f"weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}")
@@ -196,92 +218,125 @@ class CpuOps:
         )
         return out
 
-    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """As `TorchOps.rotary`, to the bit."""
-        cos, sin = _fp32(cos), _fp32(sin)
-        return self._rotate(_fp32(q), cos, sin), self._rotate(_fp32(k), cos, sin)
+    def rotate_write(
+        self, pool: Tensor, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor
+    ) -> Tensor:
+        """As `TorchOps.rotate_write`, to the bit; ValueError as `write_kv`."""
+        qkv, cos, sin, slots = fp32(qkv), fp32(cos), fp32(sin), dense(slots, torch.int64)
+        blocks, kv_heads, block_size, head_dim = pool_shape(pool)
+        rows, heads, dim = qkv.shape
+        heads -= 2 * kv_heads
+        fits = dim == head_dim and heads > 0 and head_dim % 2 == 0 and rows == slots.numel()
+        if not fits or cos.shape != (rows, dim) or sin.shape != cos.shape:
+            raise ValueError(
+                f"qkv {tuple(qkv.shape)} does not fit pool {tuple(pool.shape)}, cos {tuple(cos.shape)} and "
+                f"{slots.numel()} slots"
+            )
+        query = qkv.new_empty(rows, heads, dim)
+        check(
+            self._lib.ops_rotate_write(
+                *(self._handle, pool[0, layer].data_ptr(), pool.stride(0), blocks),
+                *(heads, kv_heads, block_size, head_dim, qkv.data_ptr(), cos.data_ptr(), sin.data_ptr()),
+                *(slots.data_ptr(), query.data_ptr(), rows),
+            )
+        )
+        return query
 
-    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        rows, heads, dim = x.shape
-        if cos.shape != (rows, dim) or sin.shape != cos.shape or dim % 2:
-            raise ValueError(f"cos {tuple(cos.shape)} does not fit {tuple(x.shape)}")
-        out = torch.empty_like(x)
-        self._lib.ops_rotary(
-            *(self._handle, x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr()), rows, heads, dim
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """As `TorchOps.silu_mul`."""
+        gate_up = fp32(gate_up)
+        width = gate_up.shape[-1]
+        if width % 2:
+            raise ValueError(f"gate and up do not fit {tuple(gate_up.shape)}: its last dimension is odd")
+        out = gate_up.new_empty(*gate_up.shape[:-1], width // 2)
+        self._lib.ops_silu_mul(
+            self._handle, gate_up.data_ptr(), out.data_ptr(), out.numel() // (width // 2 or 1), width // 2
         )
         return out
 
-    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        """As `TorchOps.silu_mul`."""
-        gate, up = _fp32(gate), _fp32(up)
-        if gate.shape != up.shape:
-            raise ValueError(f"gate {tuple(gate.shape)} and up {tuple(up.shape)} differ")
-        out = torch.empty_like(gate)
-        self._lib.ops_silu_mul(self._handle, gate.data_ptr(), up.data_ptr(), out.data_ptr(), gate.numel())
-        return out
+    def stack(self, layers: Sequence[LayerParts]) -> PackedStack:
+        """Decoder layers of one shape, to be run in one call; ValueError where their shapes differ."""
+        first = layers[0]
+        shapes = {
+            tuple((w.out_features, w.in_features) for w, _ in (p.qkv, p.out, p.gate_up, p.down))
+            for p in layers
+        }
+        qkv, hidden = first.qkv[0].out_features, first.qkv[0].in_features
+        inner, width = first.out[0].in_features, first.down[0].in_features
+        if shapes != {((qkv, hidden), (hidden, inner), (2 * width, hidden), (hidden, width))}:
+            raise ValueError(f"these layers' weights do not fit each other: {sorted(shapes)}")
+        array = (Layer * len(layers))()
+        for native, parts in zip(array, layers, strict=True):
+            norms = (fp32(parts.attention_norm), fp32(parts.mlp_norm))
+            if any(norm.shape != (hidden,) for norm in norms):
+                raise ValueError(f"a norm does not fit hidden size {hidden}")
+            native.attention_norm, native.mlp_norm = (norm.data_ptr() for norm in norms)
+            native.qkv, native.out = parts.qkv[0].native(parts.qkv[1]), parts.out[0].native(parts.out[1])
+            native.gate_up = parts.gate_up[0].native(parts.gate_up[1])
+            native.down = parts.down[0].native(parts.down[1])
+            native.eps, native.scale, native.window = parts.eps, parts.scale, parts.window or 0
+        return PackedStack(array, hidden, inner, qkv, list(layers))
+
+    def run_stack(
+        self,
+        stack: PackedStack,
+        x: Tensor,
+        pool: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        tables: Tensor,
+        seq_lens: Tensor,
+        query_starts: Tensor,
+    ) -> Tensor:
+        """x [rows, hidden] through all layers, with the bits of the single operations; other arguments as for
+        `rotate_write` and `attend`. ValueError as theirs; the pool's content is then undefined."""
+        x, cos, sin, slots = fp32(x).clone(), fp32(cos), fp32(sin), dense(slots, torch.int64)
+        rows, head_dim = x.shape[0], pool.shape[5]
+        job, kept = _attention(pool, stack.inner // head_dim, tables, seq_lens, query_starts)
+        if (
+            (x.shape, cos.shape, sin.shape, slots.shape)
+            != ((rows, stack.hidden), (rows, head_dim), (rows, head_dim), (rows,))
+            or pool.shape[1] != len(stack.layers)
+            or stack.inner != job.heads * head_dim
+            or stack.qkv != stack.inner + 2 * job.kv_heads * head_dim
+        ):
+            raise ValueError(f"x {tuple(x.shape)}, pool {tuple(pool.shape)} and the layers do not fit")
+        step = Step(
+            *(cos.data_ptr(), sin.data_ptr(), slots.data_ptr(), pool.data_ptr(), pool.stride(1), rows, job)
+        )
+        check(
+            self._lib.ops_layers(
+                self._handle, stack.layers, len(stack.layers), ctypes.byref(step), x.data_ptr()
+            )
+        )
+        del kept
+        return x
 
 
-def _load(library: Path) -> ctypes.CDLL:
-    try:
-        lib = ctypes.CDLL(str(library))
-    except OSError as error:
-        raise KernelUnavailable(f"cannot load {library}: {error}") from error
-    p, n = _POINTER, _LONG
-    signatures: dict[str, tuple[object, tuple[object, ...]]] = {
-        "ops_supports": (_INT, (ctypes.c_char_p,)),
-        "ops_open": (p, (ctypes.c_char_p, _INT)),
-        "ops_close": (None, (p,)),
-        "ops_pack": (None, (p, p, n, n)),
-        "ops_embed": (_INT, (p, p, p, n, n, n)),
-        "ops_linear": (_INT, (p, p, p, p, p, n, n, n)),
-        "ops_rms_norm": (None, (p, p, p, p, n, n, _FLOAT)),
-        "ops_silu_mul": (None, (p, p, p, p, n)),
-        "ops_rotary": (None, (p, p, p, p, p, n, n, n)),
-        "ops_write_kv": (_INT, (p, n, n, n, n, n, p, p, p, n)),
-        "ops_attend": (_INT, (p, p, n, n, n)),
-    }
-    for name, (result, arguments) in signatures.items():
-        function = getattr(lib, name)
-        function.restype, function.argtypes = result, arguments
-    return lib
-
-
-def _choose(lib: ctypes.CDLL, wanted: str | None) -> str:
-    for name in (wanted,) if wanted else INSTRUCTION_SETS:
-        if lib.ops_supports(name.encode()):
-            return name
-    raise KernelUnavailable(f"this processor has no {wanted or 'AVX2 with FMA'}")
-
-
-def _check(status: int) -> None:
-    if status == -1:
-        raise MemoryError(_STATUS[status])
-    if status != 0:
-        raise ValueError(_STATUS[status])
-
-
-def _dense(x: Tensor, dtype: torch.dtype) -> Tensor:
-    if x.dtype is not dtype or x.device.type != "cpu":
-        raise ValueError(f"expected {dtype} on the CPU, got {x.dtype} on {x.device}")
-    return x.contiguous()
-
-
-def _fp32(x: Tensor) -> Tensor:
-    return _dense(x, torch.float32)
-
-
-def _pool_shape(pool: Tensor) -> tuple[int, int, int, int]:
-    """blocks, kv_heads, block_size, head_dim of a pool whose inner dimensions are dense."""
-    if (
-        pool.dtype is not torch.float32
-        or pool.dim() != 6
-        or pool.shape[2] != 2
-        or not pool[0].is_contiguous()
-    ):
-        raise ValueError(f"not a dense fp32 pool: {tuple(pool.shape)} {pool.dtype} strides {pool.stride()}")
-    blocks, _, _, kv_heads, block_size, head_dim = pool.shape
-    return blocks, kv_heads, block_size, head_dim
-
-
-def _features(packed: PackedWeight) -> str:
-    return f"[{packed.out_features}, {packed.in_features}]"
+def _attention(
+    pool: Tensor, heads: int, tables: Tensor, seq_lens: Tensor, query_starts: Tensor
+) -> tuple[AttendJob, tuple[Tensor, ...]]:
+    """What all layers' attention has in common, and the tensors it points to; ValueError where they do not
+    fit."""
+    tables, seq_lens = dense(tables, torch.int32), dense(seq_lens, torch.int32)
+    query_starts = dense(query_starts, torch.int32)
+    blocks, kv_heads, block_size, head_dim = pool_shape(pool)
+    if head_dim % 8 or head_dim > MAX_HEAD_DIM or heads % kv_heads:
+        raise ValueError(f"{heads} heads do not fit pool {tuple(pool.shape)}")
+    if tables.shape[0] != seq_lens.numel() or query_starts.numel() != seq_lens.numel() + 1:
+        raise ValueError("tables, seq_lens and query_starts disagree on the number of sequences")
+    job = AttendJob(
+        tables=tables.data_ptr(),
+        seq_lens=seq_lens.data_ptr(),
+        query_starts=query_starts.data_ptr(),
+        block_stride=pool.stride(0),
+        blocks=blocks,
+        sequences=seq_lens.numel(),
+        max_blocks=tables.shape[1],
+        heads=heads,
+        kv_heads=kv_heads,
+        block_size=block_size,
+        head_dim=head_dim,
+    )
+    return job, (tables, seq_lens, query_starts)

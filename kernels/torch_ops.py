@@ -72,15 +72,23 @@ class TorchOps:
         """x [..., n] / sqrt(mean(x**2) + eps) * weight [n]."""
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
-    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotary position embedding of q, k [rows, heads, head_dim], pairing i with i + head_dim / 2.
+    def rotate_write(
+        self, pool: Tensor, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor
+    ) -> Tensor:
+        """Splits qkv [rows, heads + 2 kv_heads, head_dim]: rotary embedding on queries and keys, keys and
+        values to the pool as `write_kv` does; returns the queries [rows, heads, head_dim].
 
-        cos and sin are [rows, head_dim], each row's half repeated twice.
+        The embedding pairs i with i + head_dim / 2; cos and sin are [rows, head_dim], each row's half
+        repeated twice.
         """
-        return _rotate(q, cos, sin), _rotate(k, cos, sin)
+        kv_heads = pool.shape[3]
+        query, key, value = torch.split(qkv, [qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+        self.write_kv(pool, layer, _rotate(key, cos, sin), value, slots)
+        return _rotate(query, cos, sin)
 
-    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        """gate * sigmoid(gate) * up, elementwise, in one shape."""
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """gate_up [..., 2 n], gate first -> gate * sigmoid(gate) * up [..., n]."""
+        gate, up = gate_up.chunk(2, -1)
         return functional.silu(gate) * up
 
 

@@ -5,7 +5,9 @@ The torch twins are the specification (shapes, masks, what is never read); see `
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -38,6 +40,46 @@ class PagedOps(Protocol):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
-    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]: ...
+    def rotate_write(
+        self, pool: Tensor, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor
+    ) -> Tensor: ...
 
-    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor: ...
+    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """A decoder layer, ``x += out(attend(qkv(norm(x))))`` then ``x += down(silu_mul(gate_up(norm(x))))``.
+
+    A linear is a packed weight and its bias.
+    """
+
+    attention_norm: Tensor
+    mlp_norm: Tensor
+    eps: float
+    qkv: tuple[Any, Tensor | None]
+    out: tuple[Any, Tensor | None]
+    gate_up: tuple[Any, Tensor | None]
+    down: tuple[Any, Tensor | None]
+    scale: float
+    window: int | None
+
+
+@runtime_checkable
+class StackOps(Protocol):
+    """Operations that can also run all decoder layers in one call."""
+
+    def stack(self, layers: Sequence[LayerParts]) -> Any: ...
+
+    def run_stack(
+        self,
+        stack: Any,
+        x: Tensor,
+        pool: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        tables: Tensor,
+        seq_lens: Tensor,
+        query_starts: Tensor,
+    ) -> Tensor: ...

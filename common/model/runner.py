@@ -31,6 +31,7 @@ class ModelFacts:
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    weights: str = "fp32"
 
     def layout(self, block_size: int) -> Layout:
         return Layout(
@@ -42,6 +43,7 @@ class ModelFacts:
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             vocab_size=self.vocab_size,
+            weights=self.weights,
         )
 
 
@@ -64,7 +66,7 @@ def _eos_token_ids(folder: Path, *configs: Any) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def read_facts(folder: Path, max_model_len: int | None) -> ModelFacts:
+def read_facts(folder: Path, max_model_len: int | None, weights: str = "fp32") -> ModelFacts:
     """Reads a model folder's configuration. Raises :class:`StartupError` where it is no model we can
     serve."""
     try:
@@ -88,6 +90,7 @@ def read_facts(folder: Path, max_model_len: int | None) -> ModelFacts:
         vocab_size=config.vocab_size,
         max_model_len=min(limit, max_model_len or limit),
         eos_token_ids=_eos_token_ids(folder, whole, config),
+        weights=weights,
     )
 
 

@@ -44,7 +44,7 @@ def set_threads(config: Config) -> int:
 
 def build_parts(config: Config, folder: Path, ops: PagedOps) -> Parts:
     """Allocates the pool before the weights are read, so that what cannot work fails within a second."""
-    facts = read_facts(folder, config.model.max_model_len)
+    facts = read_facts(folder, config.model.max_model_len, config.engine.cpu_weights)
     layout = facts.layout(config.cache.block_size)
     num_blocks = config.cache.num_blocks or (config.cache.kv_memory_mib << 20) // layout.block_bytes
     check_fits(num_blocks, layout.block_size)

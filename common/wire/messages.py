@@ -66,6 +66,8 @@ class Layout(Struct, frozen=True, kw_only=True):
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+    weights: str = "fp32"
+    """What the model computes with: fp32 or int8. Other weights make another KV of the same tokens."""
 
     @property
     def block_bytes(self) -> int:

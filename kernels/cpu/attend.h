@@ -46,29 +46,6 @@ INL void fetch8(const struct tile_view *tile, long first, long at) {
     }
 }
 
-INL void transpose8(const float *const *row, long at, float *out) { /* out[i * PANEL + r] = row[r][at + i] */
-    __m256 r[8], s[8];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_ps(row[i] + at);
-#pragma GCC unroll 4
-    for (int i = 0; i < 8; i += 2) {
-        s[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
-        s[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
-    }
-#pragma GCC unroll 2
-    for (int i = 0; i < 8; i += 4) {
-        r[i] = _mm256_shuffle_ps(s[i], s[i + 2], 0x44);
-        r[i + 1] = _mm256_shuffle_ps(s[i], s[i + 2], 0xEE);
-        r[i + 2] = _mm256_shuffle_ps(s[i + 1], s[i + 3], 0x44);
-        r[i + 3] = _mm256_shuffle_ps(s[i + 1], s[i + 3], 0xEE);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        _mm256_storeu_ps(out + i * PANEL, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
-        _mm256_storeu_ps(out + (i + 4) * PANEL, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
-    }
-}
-
 /* Scores of one query vector to weights, in place; it sees keys low .. high. Returns the correction. */
 INL float soften(float *score, long low, long high, float soft_cap, float *top, float *lane_sums) {
     v16 s[TILE / LANES], best = v_set1(-INFINITY);
@@ -120,7 +97,7 @@ static void attend_tile(const struct attend_job *j, const struct attend_item *it
     for (long r = 0; r < TILE; r += 8) {
         for (long d = 0; d < dim; d += 8) {
             if (d % LANES == 0) fetch8(next, r, d);
-            transpose8(tile->key + r, d, st->keys + (r / PANEL * dim + d) * PANEL + r % PANEL);
+            transpose8(tile->key + r, d, st->keys + (r / PANEL * dim + d) * PANEL + r % PANEL, PANEL);
         }
     }
     struct product scores = {
@@ -132,7 +109,6 @@ static void attend_tile(const struct attend_job *j, const struct attend_item *it
         .panel_stride = dim * PANEL,
         .out_stride = TILE,
         .depth = dim,
-        .columns = TILE,
     };
     product_all(scores, (to - from) * group, TILE / PANEL);
 
@@ -170,7 +146,6 @@ static void attend_tile(const struct attend_job *j, const struct attend_item *it
             .start_stride = width,
             .out_stride = width,
             .depth = high - low,
-            .columns = width,
         };
         product_all(weighted, (end - row) * group, width / LANES);
         row = end;

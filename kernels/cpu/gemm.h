@@ -1,11 +1,8 @@
-/* The register-tile product that linear and attention share: out[r, c] = sum of a[r, i] * b[i, c] over i.
+/* The register-tile product inside attention: out[r, c] = sum of a[r, i] * b[i, c] over i.
  *
  * Every output is one chain of FMAs in ascending i, whatever the tile around it, so a row's bits depend on
- * nothing but the row. Cutting the chain in blocks keeps the bits: the partial sum is stored and loaded again
- * as fp32. */
+ * nothing but the row. */
 #pragma once
-#include <stdbool.h>
-
 #include "simd.h"
 
 #if ISA == 512
@@ -17,13 +14,12 @@
 struct product {
     const float *a;     /* [rows, depth], row stride a_stride */
     const float *b;     /* panel p holds b[i, 16p .. 16p+16] at b + p * panel_stride + i * b_stride */
-    const float *start; /* where the chains start: [rows, columns], row stride start_stride; NULL: at zero */
+    const float *start; /* where the chains start: [rows, 16 panels], row stride start_stride; NULL: at zero */
     float *out;         /* [rows, columns], row stride out_stride; may be start */
-    long a_stride, b_stride, panel_stride, start_stride, out_stride, depth, columns;
+    long a_stride, b_stride, panel_stride, start_stride, out_stride, depth;
 };
 
 #define WIDEST (4 * LANES)
-#define AHEAD 512 /* floats; a lone panel is fetched by hand, several at once the hardware keeps up with */
 
 struct tile {
     const float *a, *b, *start;
@@ -43,10 +39,7 @@ INL void product_tile(const struct tile *j, const int rows, const int panels) {
     for (long i = 0; i < j->depth; i++, a++, b += b_stride) {
         v16 column[4];
 #pragma GCC unroll 4
-        for (int p = 0; p < panels; p++) {
-            column[p] = v_load(b + p * panel_stride);
-            if (panels == 1) _mm_prefetch((const char *)(b + AHEAD), _MM_HINT_T0);
-        }
+        for (int p = 0; p < panels; p++) column[p] = v_load(b + p * panel_stride);
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++) {
             const v16 x = v_set1(a[r * a_stride]);
@@ -87,24 +80,12 @@ static void run_tile(const struct tile *j, long rows, long panels) {
 
 /* clang-format on */
 
-/* A tile that reaches past the last column: through a buffer, so that nothing outside is touched. */
-static void run_edge(struct tile j, long rows, long panels, size_t columns, bool from_zero) {
-    float edge[MAX_ROWS * WIDEST] = {0}, *const out = j.out;
-    for (long r = 0; r < rows && !from_zero; r++)
-        memcpy(edge + r * WIDEST, j.start + r * j.start_stride, columns * sizeof(float));
-    const long out_stride = j.out_stride;
-    j.start = j.out = edge;
-    j.start_stride = j.out_stride = WIDEST;
-    run_tile(&j, rows, panels);
-    for (long r = 0; r < rows; r++) memcpy(out + r * out_stride, edge + r * WIDEST, columns * sizeof(float));
-}
-
 /* One block of at most MAX_ROWS rows against `panels` panels. */
 static void product_rows(const struct product *j, long rows, long panels) {
     static const float zeros[WIDEST];
     for (long panel = 0, take; panel < panels; panel += take) {
         for (take = widest(rows); take > panels - panel;) take >>= 1;
-        const long column = panel * LANES, columns = j->columns - column;
+        const long column = panel * LANES;
         const struct tile tile = {
             .a = j->a,
             .b = j->b + panel * j->panel_stride,
@@ -117,8 +98,7 @@ static void product_rows(const struct product *j, long rows, long panels) {
             .out_stride = j->out_stride,
             .depth = j->depth,
         };
-        if (columns >= take * LANES) run_tile(&tile, rows, take);
-        else run_edge(tile, rows, take, (size_t)columns, j->start == NULL);
+        run_tile(&tile, rows, take);
     }
 }
 

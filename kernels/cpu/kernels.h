@@ -9,13 +9,23 @@
 #define PANEL 16 /* output columns of one weight panel */
 #define TILE 32  /* keys of one attention tile, at absolute positions 0, 32, 64, ... */
 
-struct linear_job {
-    const float *x;      /* [rows, k] */
-    const float *panels; /* [ceil(n / PANEL), k, PANEL], zero beyond n */
+#define GROUP 4        /* panels of one linear item */
+#define ITEM_BLOCKS 48 /* row blocks of one linear item: as many as find their weights in L2 again */
+
+struct weight {          /* of a linear: n outputs of k inputs */
+    const void *panels;  /* [ceil(n / PANEL), k, PANEL] fp32 or int8, zero beyond n */
+    const float *scales; /* [ceil(n / PANEL) * PANEL] of int8 panels; NULL: they are fp32 */
     const float *bias;   /* [n] or NULL */
-    float *out;          /* [rows, n] */
-    long rows, n, k;
-    long row_step, group; /* rows and panels of one item; items go through the panels first */
+    long n, k;
+};
+
+struct linear_job {
+    const float *x; /* [rows, k] */
+    struct weight w;
+    float *packed; /* x once more: block after block, each [k, rows of the block]; x itself at one row */
+    float *out;    /* [rows, n] */
+    long rows;
+    long blocks, block_rows; /* row blocks and the rows of each, the last may have fewer */
 };
 
 struct attend_item {
@@ -28,7 +38,7 @@ struct attend_job {
     float *out;         /* [rows, heads, head_dim] */
     const int32_t *tables, *seq_lens, *query_starts;
     const struct attend_item *items;
-    long block_stride, max_blocks, heads, kv_heads, block_size, head_dim;
+    long block_stride, blocks, sequences, max_blocks, heads, kv_heads, block_size, head_dim;
     long window;           /* 0: none */
     float scale, soft_cap; /* soft_cap 0: none */
     long max_vectors;      /* query vectors of the largest item */
@@ -36,12 +46,13 @@ struct attend_job {
 
 struct kernels {
     const char *name;
+    long few_rows, block_rows; /* so many rows are one block; above, blocks have at most block_rows */
+    void (*pack)(void *job, long item, void *scratch); /* an item is a row block */
     void (*linear)(void *job, long item, void *scratch);
     void (*attend)(void *job, long item, void *scratch);
     void (*rms_norm)(const float *x, const float *weight, float *out, long rows, long n, float eps);
     void (*silu_mul)(const float *gate, const float *up, float *out, long n);
-    void (*rotary)(const float *x, const float *cosine, const float *sine, float *out, long rows, long heads,
-                   long dim);
+    void (*rotate)(const float *x, const float *cosine, const float *sine, float *out, long dim);
 };
 
 #if defined(__x86_64__)

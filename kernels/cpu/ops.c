@@ -5,20 +5,11 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#include "kernels.h"
+#include "ops.h"
 #include "pool.h"
 
-#define EXPORT __attribute__((visibility("default")))
-#define NO_MEMORY (-1)
-#define BAD_INDEX (-2)
 #define SMALL_WORK 200000 /* multiply-adds below which waking a helper costs more than it brings */
-#define ITEM_ROWS 96      /* rows of one linear item, a multiple of every register tile's rows */
 #define ITEM_VECTORS 48   /* query vectors of one attention item, a multiple of every register tile's rows */
-
-struct ops {
-    const struct kernels *kernels;
-    struct pool *pool;
-};
 
 EXPORT int ops_supports(const char *isa) {
 #if defined(__x86_64__)
@@ -50,41 +41,66 @@ EXPORT struct ops *ops_open(const char *isa, int threads) {
     return o;
 }
 
-/* weight [n, k] -> panels [ceil(n / PANEL), k, PANEL], zeros beyond n. */
-EXPORT void ops_pack(const float *weight, float *panels, long n, long k) {
+/* weight [n, k] -> panels [ceil(n / PANEL), k, PANEL], zeros beyond n; elements of 4 bytes or of 1. */
+EXPORT void ops_pack(const void *weight, void *panels, long n, long k, long element) {
     const long count = (n + PANEL - 1) / PANEL;
 #if defined(MADV_HUGEPAGE)
     const uintptr_t huge = 2u << 20, from = ((uintptr_t)panels + huge - 1) / huge * huge;
-    const uintptr_t to = (uintptr_t)(panels + count * k * PANEL) / huge * huge;
+    const uintptr_t to = ((uintptr_t)panels + (uintptr_t)(count * k * PANEL * element)) / huge * huge;
     if (to > from)
         madvise((void *)from, to - from, MADV_HUGEPAGE); /* a hint: streaming then misses the TLB less */
 #endif
     for (long p = 0; p < count; p++) {
         for (long c = 0; c < PANEL; c++) {
             const long row = p * PANEL + c;
-            for (long i = 0; i < k; i++)
-                panels[(p * k + i) * PANEL + c] = row < n ? weight[row * k + i] : 0.0f;
+            for (long i = 0; i < k; i++) {
+                const long to_index = (p * k + i) * PANEL + c, from_index = row * k + i;
+                if (element == 4)
+                    ((float *)panels)[to_index] = row < n ? ((const float *)weight)[from_index] : 0.0f;
+                else ((int8_t *)panels)[to_index] = row < n ? ((const int8_t *)weight)[from_index] : 0;
+            }
         }
     }
 }
 
-/* Rows ids [count] of a packed [n, k] weight -> out [count, k]. */
-EXPORT int ops_embed(const float *panels, const int64_t *ids, float *out, long count, long n, long k) {
+/* Rows ids [count] of a packed [n, k] weight -> out [count, k]; scales as for ops_linear. */
+EXPORT int ops_embed(const void *panels, const float *scales, const int64_t *ids, float *out, long count,
+                     long n, long k) {
     for (long r = 0; r < count; r++)
         if (ids[r] < 0 || ids[r] >= n) return BAD_INDEX;
-    for (long r = 0; r < count; r++) {
-        const float *column = panels + ids[r] / PANEL * k * PANEL + ids[r] % PANEL;
-        for (long i = 0; i < k; i++) out[r * k + i] = column[i * PANEL];
+    for (long r = 0; r < count; r++, out += k) {
+        const long first = ids[r] / PANEL * k * PANEL + ids[r] % PANEL;
+        if (scales) {
+            const int8_t *column = (const int8_t *)panels + first;
+            for (long i = 0; i < k; i++) out[i] = (float)column[i * PANEL] * scales[ids[r]];
+        } else {
+            const float *column = (const float *)panels + first;
+            for (long i = 0; i < k; i++) out[i] = column[i * PANEL];
+        }
     }
     return 0;
 }
 
-EXPORT int ops_linear(struct ops *o, const float *x, const float *panels, const float *bias, float *out,
-                      long rows, long n, long k) {
-    const long count = (n + PANEL - 1) / PANEL;
-    struct linear_job job = {x, panels, bias, out, rows, n, k, ITEM_ROWS, 4};
-    const long items = (count + job.group - 1) / job.group * ((rows + ITEM_ROWS - 1) / ITEM_ROWS);
-    return pool_run(o->pool, o->kernels->linear, &job, items, 0, rows * n * k < SMALL_WORK);
+EXPORT int ops_linear(struct ops *o, const float *x, const struct weight *w, float *out, long rows) {
+    if (rows == 0) return 0;
+    const struct kernels *kernels = o->kernels;
+    const long few = kernels->few_rows, most = kernels->block_rows;
+    struct linear_job job = {.x = x, .w = *w, .packed = (float *)x, .out = out, .rows = rows};
+    job.blocks = rows <= few ? 1 : (rows + most - 1) / most;
+    job.block_rows = job.blocks <= 4 ? (rows + job.blocks - 1) / job.blocks : most;
+    float *packed = NULL;
+    if (rows > 1) {
+        packed = aligned_alloc(64, ((size_t)(rows * w->k) * sizeof(float) + 63) / 64 * 64);
+        if (packed == NULL) return NO_MEMORY;
+        job.packed = packed;
+        pool_run(o->pool, kernels->pack, &job, job.blocks, 0, rows * w->k < SMALL_WORK);
+    }
+    const long groups = ((w->n + PANEL - 1) / PANEL + GROUP - 1) / GROUP;
+    const long items = groups * ((job.blocks + ITEM_BLOCKS - 1) / ITEM_BLOCKS);
+    const size_t sums = job.blocks > 1 ? (size_t)(ITEM_BLOCKS * GROUP * most * PANEL) * sizeof(float) : 0;
+    const int status = pool_run(o->pool, kernels->linear, &job, items, sums, rows * w->n * w->k < SMALL_WORK);
+    free(packed);
+    return status;
 }
 
 EXPORT void ops_rms_norm(struct ops *o, const float *x, const float *weight, float *out, long rows, long n,
@@ -92,22 +108,23 @@ EXPORT void ops_rms_norm(struct ops *o, const float *x, const float *weight, flo
     o->kernels->rms_norm(x, weight, out, rows, n, eps);
 }
 
-EXPORT void ops_silu_mul(struct ops *o, const float *gate, const float *up, float *out, long n) {
-    o->kernels->silu_mul(gate, up, out, n);
+/* gate_up [rows, 2 n] -> out [rows, n] */
+EXPORT void ops_silu_mul(struct ops *o, const float *gate_up, float *out, long rows, long n) {
+    for (long r = 0; r < rows; r++, gate_up += 2 * n, out += n)
+        o->kernels->silu_mul(gate_up, gate_up + n, out, n);
 }
 
-/* x, out [rows, heads, dim]; cosine, sine [rows, dim]. */
-EXPORT void ops_rotary(struct ops *o, const float *x, const float *cosine, const float *sine, float *out,
-                       long rows, long heads, long dim) {
-    o->kernels->rotary(x, cosine, sine, out, rows, heads, dim);
+static int slots_check(const int64_t *slots, long rows, long end) {
+    for (long r = 0; r < rows; r++)
+        if (slots[r] < -1 || slots[r] >= end) return BAD_INDEX;
+    return 0;
 }
 
 /* pool: this layer's first key; slots [rows], -1 to skip a row. */
 EXPORT int ops_write_kv(float *pool, long block_stride, long blocks, long kv_heads, long block_size,
                         long head_dim, const float *key, const float *value, const int64_t *slots,
                         long rows) {
-    for (long r = 0; r < rows; r++)
-        if (slots[r] < -1 || slots[r] >= blocks * block_size) return BAD_INDEX;
+    if (slots_check(slots, rows, blocks * block_size) != 0) return BAD_INDEX;
     for (long r = 0; r < rows; r++) {
         if (slots[r] < 0) continue;
         float *to = pool + slots[r] / block_size * block_stride + slots[r] % block_size * head_dim;
@@ -120,7 +137,31 @@ EXPORT int ops_write_kv(float *pool, long block_stride, long blocks, long kv_hea
     return 0;
 }
 
-static int attend_check(const struct attend_job *j, long blocks, long sequences, long rows) {
+/* qkv [rows, heads + 2 kv_heads, head_dim]: turns queries into out [rows, heads, head_dim], turns keys into the
+ * pool and copies values there; cosine, sine [rows, head_dim]. */
+EXPORT int ops_rotate_write(struct ops *o, float *pool, long block_stride, long blocks, long heads,
+                            long kv_heads, long block_size, long head_dim, const float *qkv,
+                            const float *cosine, const float *sine, const int64_t *slots, float *out,
+                            long rows) {
+    if (slots_check(slots, rows, blocks * block_size) != 0) return BAD_INDEX;
+    for (long r = 0; r < rows; r++, cosine += head_dim, sine += head_dim) {
+        for (long h = 0; h < heads; h++, qkv += head_dim, out += head_dim)
+            o->kernels->rotate(qkv, cosine, sine, out, head_dim);
+        if (slots[r] >= 0) {
+            float *to = pool + slots[r] / block_size * block_stride + slots[r] % block_size * head_dim;
+            for (long h = 0; h < 2 * kv_heads; h++, to += block_size * head_dim) {
+                const float *from = qkv + h * head_dim;
+                if (h < kv_heads) o->kernels->rotate(from, cosine, sine, to, head_dim);
+                else memcpy(to, from, (size_t)head_dim * sizeof(float));
+            }
+        }
+        qkv += 2 * kv_heads * head_dim;
+    }
+    return 0;
+}
+
+static int attend_check(const struct attend_job *j, long rows) {
+    const long sequences = j->sequences;
     if (j->query_starts[0] != 0 || j->query_starts[sequences] > rows) return BAD_INDEX;
     for (long s = 0; s < sequences; s++) {
         const long length = j->seq_lens[s], own = j->query_starts[s + 1] - j->query_starts[s];
@@ -128,7 +169,7 @@ static int attend_check(const struct attend_job *j, long blocks, long sequences,
         for (long b = 0; own > 0 && b * j->block_size < length; b++) {
             const int32_t block = j->tables[s * j->max_blocks + b];
             const int seen = !j->window || (b + 1) * j->block_size > length - own - j->window;
-            if (seen && (block < 0 || block >= blocks)) return BAD_INDEX;
+            if (seen && (block < 0 || block >= j->blocks)) return BAD_INDEX;
         }
     }
     return 0;
@@ -149,8 +190,9 @@ static long attend_items(const struct attend_job *j, long sequences, long rows, 
 }
 
 /* job comes without items and max_vectors. Out is written for all rows: those of no sequence become zero. */
-EXPORT int ops_attend(struct ops *o, struct attend_job *job, long blocks, long sequences, long rows) {
-    const int status = attend_check(job, blocks, sequences, rows);
+EXPORT int ops_attend(struct ops *o, struct attend_job *job, long rows) {
+    const long sequences = job->sequences;
+    const int status = attend_check(job, rows);
     if (status != 0) return status;
     const long row_floats = job->heads * job->head_dim, used = job->query_starts[sequences];
     if (rows > used)

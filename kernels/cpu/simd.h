@@ -6,6 +6,7 @@
  * only where v_fma is written. */
 #pragma once
 #include <math.h>
+#include <stdint.h>
 #include <string.h>
 
 #if defined(__clang__) && ISA == 512
@@ -38,6 +39,9 @@ INL v16 v_abs(v16 x) { return _mm512_abs_ps(x); }
 INL v16 v_round(v16 x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 INL v16 v_where_lt(v16 x, v16 y, v16 yes, v16 no) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_LT_OQ), no, yes);
+}
+INL v16 v_load_int8(const int8_t *p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
 }
 INL v16 v_pow2(v16 n) { /* 2**n for whole n in -126..127 */
     __m512i e = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
@@ -77,6 +81,10 @@ INL v16 v_where_lt(v16 x, v16 y, v16 yes, v16 no) {
     return (v16){_mm256_blendv_ps(no.a, yes.a, _mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ)),
                  _mm256_blendv_ps(no.b, yes.b, _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ))};
 }
+INL __m256 y_load_int8(const int8_t *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+INL v16 v_load_int8(const int8_t *p) { return (v16){y_load_int8(p), y_load_int8(p + 8)}; }
 INL __m256 y_pow2(__m256 n) {
     __m256i e = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
     return _mm256_castsi256_ps(_mm256_slli_epi32(e, 23));
@@ -117,6 +125,39 @@ INL void v_store_part(float *p, v16 x, long n) {
     float lanes[LANES];
     v_store(lanes, x);
     memcpy(p, lanes, (size_t)n * sizeof(float));
+}
+
+/* out[i * stride + r] = row[r][at + i] for 8 rows and 8 i */
+INL void transpose8(const float *const *row, long at, float *out, long stride) {
+    __m256 r[8], s[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_ps(row[i] + at);
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+        s[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+        s[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+        r[i] = _mm256_shuffle_ps(s[i], s[i + 2], 0x44);
+        r[i + 1] = _mm256_shuffle_ps(s[i], s[i + 2], 0xEE);
+        r[i + 2] = _mm256_shuffle_ps(s[i + 1], s[i + 3], 0x44);
+        r[i + 3] = _mm256_shuffle_ps(s[i + 1], s[i + 3], 0xEE);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        _mm256_storeu_ps(out + i * stride, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
+        _mm256_storeu_ps(out + (i + 4) * stride, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+    }
+}
+
+INL void transpose4(const float *const *row, long at, float *out, long stride) { /* the same, 4 by 4 */
+    __m128 r[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) r[i] = _mm_loadu_ps(row[i] + at);
+    _MM_TRANSPOSE4_PS(r[0], r[1], r[2], r[3]);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) _mm_storeu_ps(out + i * stride, r[i]);
 }
 
 INL v16 v_keep_range(v16 x, long low, long high, v16 fill) { /* lanes low <= i < high of x, fill elsewhere */

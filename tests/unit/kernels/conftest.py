@@ -27,9 +27,9 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_c(cache_dir: Path) -> Make:
     """CpuOps by thread count and instruction set; skips where the processor lacks the set."""
 
-    def make(threads: int = 1, instruction_set: str | None = None) -> CpuOps:
+    def make(threads: int = 1, instruction_set: str | None = None, int8_weights: bool = False) -> CpuOps:
         try:
-            return CpuOps(cache_dir, threads, instruction_set)
+            return CpuOps(cache_dir, threads, instruction_set, int8_weights=int8_weights)
         except KernelUnavailable as error:
             pytest.skip(error.reason)
 

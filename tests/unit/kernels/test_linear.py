@@ -58,6 +58,46 @@ def test_bits_do_not_depend_on_rows_threads_or_instruction_set(
             assert torch.equal(ops.linear(x[-rows:], packed, bias), expected[-rows:])
 
 
+def rounded(weight: Tensor) -> Tensor:
+    """weight [out, in] as int8 with one scale per output stands for it, in fp64."""
+    scales = weight.double().abs().amax(1, keepdim=True) / 127
+    return (weight.double() / scales.clamp(min=1e-30)).round() * scales
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", [1, 3, 16, 33])
+@pytest.mark.parametrize("biased", [False, True])
+def test_int8_linear(make_c: Callable[..., CpuOps], shape: tuple[int, int], rows: int, biased: bool) -> None:
+    x, weight, bias = weights(shape, rows)
+    weight[0] = 0  # an output without weights has no scale
+    expected = x.double() @ rounded(weight).T + (bias.double() if biased else 0)
+    ops = make_c(2, int8_weights=True)
+    got = ops.linear(x, ops.pack(weight), bias if biased else None)
+    assert (got.double() - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_int8_embed_gives_the_rounded_rows(make_c: Callable[..., CpuOps]) -> None:
+    _, weight, _ = weights((100, 48), 1)
+    ids = torch.tensor([0, 99, 17, 17, 16, 15])
+    ops = make_c(1, int8_weights=True)
+    packed = ops.pack(weight)
+    assert packed.panels.dtype is torch.int8
+    assert torch.allclose(ops.embed(ids, packed).double(), rounded(weight)[ids], rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_int8_bits_do_not_depend_on_rows_threads_or_instruction_set(
+    make_c: Callable[..., CpuOps], shape: tuple[int, int]
+) -> None:
+    x, weight, bias = weights(shape, 100)
+    one = make_c(1, "avx2", int8_weights=True)
+    packed = one.pack(weight)
+    expected = torch.cat([one.linear(row[None], packed, bias) for row in x])
+    for ops in (one, make_c(1, int8_weights=True), make_c(2, int8_weights=True)):
+        for rows in ROWS:
+            assert torch.equal(ops.linear(x[:rows], packed, bias), expected[:rows])
+
+
 def test_calls_from_several_threads(make_c: Callable[..., CpuOps]) -> None:
     ops = make_c(2)
     x, weight, _ = weights((576, 576), 16)

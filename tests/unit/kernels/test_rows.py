@@ -31,67 +31,79 @@ def test_silu_mul(ops: Ops, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     gate, up = torch.randn(shape) * 8, torch.randn(shape)
     expected = gate.double() * torch.sigmoid(gate.double()) * up.double()
-    assert_close(ops.silu_mul(gate, up), expected)
+    assert_close(ops.silu_mul(torch.cat((gate, up), -1)), expected)
 
 
 def test_silu_mul_at_the_ends_of_the_range(ops: Ops) -> None:
     gate = torch.tensor([-1e30, -200.0, -90.0, 0.0, 90.0, 1e30, float("nan")])
-    got = ops.silu_mul(gate, torch.ones(7))
+    got = ops.silu_mul(torch.cat((gate, torch.ones(7))))
     assert got[:4].abs().max() < 1e-6 or got[0].isnan()
     assert got[4:6].tolist() == pytest.approx([90.0, 1e30])
     assert math.isnan(got[6])
 
 
-@pytest.mark.parametrize("head_dim", [8, 64, 80])
-def test_rotary(ops: Ops, head_dim: int) -> None:
+def rotation(head_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """An empty pool of NaN, 5 rows of 9 queries, 3 keys and 3 values, cos, sin, and slots, one of them -1."""
     torch.manual_seed(0)
-    q, k = torch.randn(5, 9, head_dim), torch.randn(5, 3, head_dim)
     angle = torch.randn(5, head_dim // 2, dtype=torch.float64).repeat(1, 2)
-    got = ops.rotary(q, k, angle.cos().float(), angle.sin().float())
-    for x, y in zip((q, k), got, strict=True):
-        low, high = x.double().chunk(2, -1)
-        expected = x * angle.cos()[:, None] + torch.cat((-high, low), -1) * angle.sin()[:, None]
-        assert_close(y, expected)
+    pool = torch.full((4, 2, 2, 3, 16, head_dim), float("nan"))
+    return pool, torch.randn(5, 15, head_dim), angle.cos(), angle.sin(), torch.tensor([17, 3, -1, 63, 40])
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 80])
+def test_rotate_write(ops: Ops, head_dim: int) -> None:
+    pool, qkv, cos, sin, slots = rotation(head_dim)
+    query = ops.rotate_write(pool, 1, qkv, cos.float(), sin.float(), slots)
+    low, high = qkv.double().chunk(2, -1)
+    turned = qkv * cos[:, None] + torch.cat((-high, low), -1) * sin[:, None]
+    assert_close(query, turned[:, :9])
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            assert_close(pool[slot // 16, 1, 0, :, slot % 16], turned[row, 9:12])
+            assert torch.equal(pool[slot // 16, 1, 1, :, slot % 16], qkv[row, 12:])
+    assert int((~pool.isnan()).sum()) == 4 * 2 * 3 * head_dim  # nothing else was touched
 
 
 def test_bits_do_not_depend_on_rows(c_ops: CpuOps) -> None:
     torch.manual_seed(0)
-    x, up, weight = torch.randn(33, 580), torch.randn(33, 580), torch.randn(580)
-    q, k, angle = torch.randn(33, 3, 64), torch.randn(33, 1, 64), torch.randn(33, 64)
-    normed, gated = c_ops.rms_norm(x, weight, 1e-6), c_ops.silu_mul(x, up)
-    turned = c_ops.rotary(q, k, angle.cos(), angle.sin())
+    x, gate_up, weight = torch.randn(33, 580), torch.randn(33, 1160), torch.randn(580)
+    normed, gated = c_ops.rms_norm(x, weight, 1e-6), c_ops.silu_mul(gate_up)
     for row in range(33):
         one = slice(row, row + 1)
         assert torch.equal(c_ops.rms_norm(x[one], weight, 1e-6), normed[one])
-        assert torch.equal(c_ops.silu_mul(x[one], up[one]), gated[one])
-        alone = c_ops.rotary(q[one], k[one], angle[one].cos(), angle[one].sin())
-        assert torch.equal(alone[0], turned[0][one])
-        assert torch.equal(alone[1], turned[1][one])
+        assert torch.equal(c_ops.silu_mul(gate_up[one]), gated[one])
 
 
-def test_rotary_has_the_bits_of_torch(c_ops: CpuOps) -> None:
-    torch.manual_seed(0)
-    q, k, angle = torch.randn(5, 9, 64), torch.randn(5, 3, 64), torch.randn(5, 64)
-    expected = TorchOps().rotary(q, k, angle.cos(), angle.sin())
-    for got, wanted in zip(c_ops.rotary(q, k, angle.cos(), angle.sin()), expected, strict=True):
-        assert torch.equal(got, wanted)
+def test_rotate_write_has_the_bits_of_torch(c_ops: CpuOps) -> None:
+    pool, qkv, cos, sin, slots = rotation(64)
+    other = pool.clone()
+    expected = TorchOps().rotate_write(pool, 0, qkv, cos.float(), sin.float(), slots)
+    assert torch.equal(c_ops.rotate_write(other, 0, qkv, cos.float(), sin.float(), slots), expected)
+    assert torch.equal(other.nan_to_num(9.0), pool.nan_to_num(9.0))
 
 
 def test_bits_do_not_depend_on_the_instruction_set(make_c: object) -> None:
     assert callable(make_c)
     torch.manual_seed(0)
-    x, up, weight = torch.randn(5, 580) * 10, torch.randn(5, 580), torch.randn(580)
+    x, gate_up, weight = torch.randn(5, 580) * 10, torch.randn(5, 1160) * 10, torch.randn(580)
     old, new = make_c(1, "avx2"), make_c(1, "avx512")
     assert torch.equal(old.rms_norm(x, weight, 1e-6), new.rms_norm(x, weight, 1e-6))
-    assert torch.equal(old.silu_mul(x, up), new.silu_mul(x, up))
+    assert torch.equal(old.silu_mul(gate_up), new.silu_mul(gate_up))
 
 
 def test_what_does_not_fit_is_refused(c_ops: CpuOps) -> None:
-    x = torch.randn(2, 3, 8)
+    pool, qkv, cos, sin, slots = rotation(8)
+    cos, sin = cos.float(), sin.float()
     for call in (
-        lambda: c_ops.rms_norm(x, x[0, 0, :4], 1e-6),
-        lambda: c_ops.silu_mul(x, x[:1]),
-        lambda: c_ops.rotary(x, x, x[:, 0, :4], x[:, 0, :4]),
+        lambda: c_ops.rms_norm(cos, cos[0, :4], 1e-6),
+        lambda: c_ops.silu_mul(cos[:, :5]),
+        lambda: c_ops.rotate_write(pool, 0, qkv, cos[:4], sin, slots),
+        lambda: c_ops.rotate_write(pool, 0, qkv[:, :6], cos, sin, slots),
+        lambda: c_ops.rotate_write(pool, 0, qkv, cos, sin, slots[:2]),
     ):
-        with pytest.raises(ValueError, match=r"fit|differ"):
+        with pytest.raises(ValueError, match="fit"):
             call()
+    for bad in (-2, 64):
+        with pytest.raises(ValueError, match="outside"):
+            c_ops.rotate_write(pool, 0, qkv, cos, sin, torch.tensor([0, 1, 2, 3, bad]))
+    assert pool.isnan().all()
