@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pagerelay.common.model.mapped import MappedWeights
 from pagerelay.common.model.ops import PagedOps
 
 
@@ -72,17 +73,20 @@ def use_ops(model: nn.Module, ops: PagedOps) -> nn.Module:
     shared = {id(m): m.weight.data_ptr() for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)}
     packed: dict[int, Any] = {}
     """Where a weight was → its packed form, once for all modules that share it."""
-    for parent, name, child in _children(model):
+    mapped = MappedWeights()
+    # Large ones first: a weight is held twice while it is packed, and then little else is held yet.
+    for parent, name, child in sorted(_children(model), key=_weight_bytes, reverse=True):
         if type(child) is nn.Linear:
             where = shared[id(child)]
             if where not in packed:
                 packed[where] = ops.pack(child.weight.detach())
+                mapped.release(child.weight)
             bias: Tensor | None = child.bias
             setattr(parent, name, PackedLinear(ops, packed[where], bias))
             child.weight = nn.Parameter(torch.empty(0), requires_grad=False)  # the original goes at once
         elif type(child).__name__ in _PLAIN_NORMS:
             norm: Any = child
-            setattr(parent, name, FusedNorm(ops, norm.weight.detach(), float(norm.variance_epsilon)))
+            setattr(parent, name, FusedNorm(ops, norm.weight.detach().clone(), float(norm.variance_epsilon)))
     # Only now: an embedding is replaced if it is tied to a linear, and these are known by now.
     for parent, name, child in _children(model):
         if type(child) is nn.Embedding and shared[id(child)] in packed:
@@ -92,6 +96,11 @@ def use_ops(model: nn.Module, ops: PagedOps) -> nn.Module:
             if type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation"):
                 setattr(parent, name, FusedMlp(ops, mlp.gate_proj, mlp.up_proj, mlp.down_proj))
     return model
+
+
+def _weight_bytes(found: tuple[nn.Module, str, nn.Module]) -> int:
+    child = found[2]
+    return child.weight.nbytes if isinstance(child, nn.Linear) else 0
 
 
 def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
