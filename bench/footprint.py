@@ -33,10 +33,10 @@ from pagerelay.common.segments import FOLDER
 ROLES = ("prefill", "decode", "colocated")
 CLUSTERS = {"split": ("--prefill", "1", "--decode", "1"), "colocated": ("--colocated", "1")}
 TRAFFIC = {
-    "many": Shape(clients=8, requests=32, prompt_tokens=128, output_tokens=32),
-    "long": Shape(clients=2, requests=4, prompt_tokens=1024, output_tokens=8),
+    "many": Shape(clients=8, requests=16, prompt_tokens=128, output_tokens=16),
+    "long": Shape(clients=1, requests=2, prompt_tokens=1024, output_tokens=8),
 }
-"""5,120 and 4,128 tokens: the default pool of 128 MiB holds 2,912 of SmolLM2's."""
+"""2,304 and 2,064 tokens: the default pool of 128 MiB holds 2,912 of SmolLM2's."""
 BEYOND_MB = 300.0
 READY_S = 10.0
 SAMPLE_EVERY_S = 0.1
