@@ -1,4 +1,4 @@
-"""Command line: ``python -m pagerelay.bench load|compare|router``."""
+"""Command line: ``python -m pagerelay.bench load|compare|router|footprint``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ import msgspec
 
 from pagerelay.bench.client import is_loopback
 from pagerelay.bench.compare import CompareOptions, Spec, compare
+from pagerelay.bench.footprint import FootprintOptions, measure_footprint
 from pagerelay.bench.load import LoadOptions, load
 from pagerelay.bench.router import RouterOptions, measure_router
 from pagerelay.bench.stats import Slo
 from pagerelay.bench.traffic import MAX_REQUESTS, MAX_SECONDS
 from pagerelay.bench.workloads import WORKLOADS, Shape
+from pagerelay.common.config import DEFAULT_MODEL
 
 MAX_CLIENTS = 4096
 
@@ -142,6 +144,12 @@ def _parser() -> argparse.ArgumentParser:
     many.add_argument(
         "--rounds", type=_whole(1, 100), default=1, help="starts of each server, taking turns (1)"
     )
+    many.add_argument("--requests", type=_whole(1, MAX_REQUESTS), help="of each workload, instead of its own")
+    many.add_argument(
+        "--agree",
+        action="store_true",
+        help="first ask each server the same questions, and compare the answers",
+    )
     many.add_argument(
         "--ready-seconds", type=_above_0(MAX_SECONDS), default=300.0, help="bound of one start (300)"
     )
@@ -173,7 +181,25 @@ def _parser() -> argparse.ArgumentParser:
         help="of the scripted decode worker, for tokens/s (10)",
     )
     router.add_argument("--results", default="bench/results", metavar="DIR", help="folder of the report")
+    foot = commands.add_parser(
+        "footprint", help="a worker's memory and time to readiness, beside their bounds"
+    )
+    foot.add_argument("--model", default=DEFAULT_MODEL, help="model folder, hub id or known name")
+    foot.add_argument(
+        "--kv-memory-mib", type=_whole(16, 1 << 20), default=128, help="pool; small, to be filled (128)"
+    )
+    foot.add_argument("--threads", type=_whole(1, 4096), default=1, help="CPU threads of a worker (1)")
+    foot.add_argument("--seed", type=int, default=int(time.time()), help="of prompts; default: the time")
+    foot.add_argument("--results", default="bench/results", metavar="DIR", help="folder of the report")
     return parser
+
+
+def _workloads(names: list[str], requests: int | None) -> dict[str, Shape]:
+    """Named workloads, with another number of requests where one is given."""
+    chosen = {name: WORKLOADS[name] for name in names}
+    if requests is None:
+        return chosen
+    return {name: msgspec.structs.replace(shape, requests=requests) for name, shape in chosen.items()}
 
 
 def _shapes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Shape]:
@@ -184,12 +210,7 @@ def _shapes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[s
     if args.duration is not None and args.rate is None:
         parser.error("--duration belongs to --rate; a closed loop is bounded by --requests and --max-seconds")
     if not loops:
-        chosen = {name: WORKLOADS[name] for name in args.workload or WORKLOADS}
-        if args.requests is None:
-            return chosen
-        return {
-            name: msgspec.structs.replace(shape, requests=args.requests) for name, shape in chosen.items()
-        }
+        return _workloads(args.workload or list(WORKLOADS), args.requests)
     if args.prefix_tokens >= args.prompt_tokens:
         parser.error("--prefix-tokens must be smaller than --prompt-tokens")
     if args.requests is None and args.duration is None:
@@ -217,6 +238,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if len(set(names)) < len(names):
                 parser.error("two specs have the same name")
             return asyncio.run(_ended_by_sigterm(compare(_compare_options(args))))
+        if args.command == "footprint":
+            return asyncio.run(_ended_by_sigterm(measure_footprint(_footprint_options(args))))
         return asyncio.run(_ended_by_sigterm(measure_router(RouterOptions.of(args))))
     except (ValueError, OSError) as error:
         print(f"{parser.prog} {args.command}: {error}", file=sys.stderr)
@@ -256,7 +279,7 @@ def _load_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
 def _compare_options(args: argparse.Namespace) -> CompareOptions:
     return CompareOptions(
         specs=tuple(args.spec),
-        shapes={name: WORKLOADS[name] for name in args.workload or ("W4b", "W4l")},
+        shapes=_workloads(args.workload or ["W4b", "W4l"], args.requests),
         rounds=args.rounds,
         ready_s=args.ready_seconds,
         results=args.results,
@@ -267,6 +290,17 @@ def _compare_options(args: argparse.Namespace) -> CompareOptions:
         slo=args.slo,
         max_s=args.max_seconds,
         timeout_s=args.timeout,
+        agree=args.agree,
+    )
+
+
+def _footprint_options(args: argparse.Namespace) -> FootprintOptions:
+    return FootprintOptions(
+        model=args.model,
+        kv_memory_mib=args.kv_memory_mib,
+        threads=args.threads,
+        results=args.results,
+        seed=args.seed,
     )
 
 

@@ -19,7 +19,7 @@ from pagerelay.bench.sse import SseParser, decode_event
 Api = Literal["chat", "completions"]
 Outcome = Literal["ok", "failed", "cut"]
 
-SAMPLE_CHARACTERS = 120
+SAMPLE_CHARACTERS = 400
 DRAIN_S = 2.0
 """How long the end of a finished stream is waited for, so that the server sees a reader that left in order.
 """

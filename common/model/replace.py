@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pagerelay.common.model.batch import StepContext
+from pagerelay.common.model.mapped import MappedWeights
 from pagerelay.common.model.ops import LayerParts, PagedOps, StackOps
 
 
@@ -140,6 +141,7 @@ class _Packer:
         }
         self._packed: dict[int, Any] = {}
         """Where a weight was → its packed form."""
+        self._mapped = MappedWeights()
 
     def linear(self, *linears: nn.Linear) -> PackedLinear:
         """One linear of the outputs of all, in their order."""
@@ -151,8 +153,9 @@ class _Packer:
                 self._packed[place] = packed
         biases: list[Tensor] = [linear.bias for linear in linears if _has_bias(linear)]
         for linear in linears:
+            self._mapped.release(linear.weight)
             linear.weight = nn.Parameter(torch.empty(0), requires_grad=False)
-        return PackedLinear(self._ops, packed, _joined(biases) if biases else None)
+        return PackedLinear(self._ops, packed, torch.cat(biases) if biases else None)
 
     def embedding(self, embedding: nn.Embedding) -> PackedEmbedding | None:
         """None where no linear that was packed before shares its weight."""
@@ -172,6 +175,11 @@ def use_ops(model: nn.Module, ops: PagedOps) -> nn.Module:
     if ops.name == "torch":
         return model
     packer = _Packer(model, ops)
+    # Large ones first: a weight is held twice while it is packed, and then little else is held yet.
+    whole: Any = model
+    for parent, name, child in _children(model):
+        if type(child) is nn.Linear and child is whole.get_output_embeddings():
+            setattr(parent, name, packer.linear(child))
     for parent, name, child in _children(model):
         if (fused := _fused(child, packer, ops)) is not None:
             setattr(parent, name, fused)
@@ -219,7 +227,7 @@ def _layer_parts(layers: nn.ModuleList) -> list[LayerParts]:
 def _fused(module: Any, packer: _Packer, ops: PagedOps) -> nn.Module | None:
     kind = type(module).__name__
     if kind in _PLAIN_NORMS:
-        return FusedNorm(ops, module.weight.detach(), float(module.variance_epsilon))
+        return FusedNorm(ops, module.weight.detach().clone(), float(module.variance_epsilon))
     if kind in _ROTARY_ATTENTIONS and _same_bias(module.q_proj, module.k_proj, module.v_proj):
         qkv = packer.linear(module.q_proj, module.k_proj, module.v_proj)
         return FusedAttention(ops, module, qkv, packer.linear(module.o_proj))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -47,6 +48,18 @@ class ModelFacts:
         )
 
 
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _AddedTokens(msgspec.Struct):
+    """The one part of ``tokenizer.json`` that is needed here; the megabytes of vocabulary and merges are
+    skipped."""
+
+    added_tokens: list[_AddedToken] = []
+
+
 def _eos_token_ids(folder: Path, *configs: Any) -> tuple[int, ...]:
     """The union of every source: the model's config, its generation config, and the tokenizer's own end
     token."""
@@ -61,8 +74,8 @@ def _eos_token_ids(folder: Path, *configs: Any) -> tuple[int, ...]:
     if tokenizer_config.is_file() and tokenizer.is_file():
         end = json.loads(tokenizer_config.read_text(encoding="utf-8")).get("eos_token")
         end = end.get("content") if isinstance(end, dict) else end
-        added = json.loads(tokenizer.read_text(encoding="utf-8")).get("added_tokens", [])
-        found.update(token["id"] for token in added if token["content"] == end)
+        added = msgspec.json.decode(tokenizer.read_bytes(), type=_AddedTokens).added_tokens
+        found.update(token.id for token in added if token.content == end)
     return tuple(sorted(found))
 
 

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from pagerelay.bench.footprint import (
+    Footprint,
+    Worker,
+    age_s,
+    find_workers,
+    footprint_table,
+    fp32_bytes,
+    pools_mb,
+    status_mb,
+)
+
+SMAPS = """\
+7f00-8f00 rw-s 00000000 00:19 7     /dev/shm/pagerelay-0a1b
+Size:               2000 kB
+Rss:                1000 kB
+Pss:                 700 kB
+VmFlags: rd wr sh
+9f00-af00 r--s 00000000 00:19 8     /dev/shm/pagerelay-2c3d
+Rss:                 500 kB
+bf00-cf00 rw-p 00000000 00:00 0     [heap]
+Rss:               90000 kB
+"""
+
+
+def test_its_own_pool_and_what_it_reads_of_others() -> None:
+    assert pools_mb(SMAPS) == (1.024, 0.512)
+
+
+def test_weights_count_in_fp32_and_a_tied_one_once(tmp_path: Path) -> None:
+    save_file(
+        {"a": np.zeros((4, 8), np.float16), "b": np.zeros(3, np.float32)}, tmp_path / "model.safetensors"
+    )
+    assert fp32_bytes(tmp_path) == 4 * 35
+
+
+@pytest.mark.parametrize(
+    ("peak", "touched", "ready", "ok"),
+    [
+        (920.0, 100.0, 5.0, True),
+        (950.0, 100.0, 5.0, False),
+        (920.0, 20.0, 5.0, False),
+        (920.0, 100.0, 11.0, False),
+    ],
+)
+def test_an_untouched_pool_excuses_nothing(peak: float, touched: float, ready: float, ok: bool) -> None:
+    worker = Worker(role="decode", pid=1, peak_mb=peak, pool_touched_mb=touched, ready_s=ready)
+    found = Footprint(worker=worker, weights_mb=538.0, pool_mb=134.0)
+    assert found.ok is ok
+    assert footprint_table([found]).splitlines()[-1].split()[-1] == ("yes" if ok else "NO")
+
+
+def test_workers_are_found_by_their_command_line() -> None:
+    words = [sys.executable, "-c", "input()", "-m", "pagerelay.cli"]
+    with (
+        subprocess.Popen([*words, "prefill"], stdin=subprocess.PIPE) as prefill,
+        subprocess.Popen([*words, "router"], stdin=subprocess.PIPE) as router,
+        subprocess.Popen([*words, "decode"], stdin=subprocess.PIPE) as decode,
+    ):
+        time.sleep(0.05)
+        found = [(worker.role, worker.pid) for worker in find_workers(os.getpid())]
+        assert found == [("prefill", prefill.pid), ("decode", decode.pid)]
+        assert 0 <= age_s(prefill.pid) < 60
+        assert status_mb(prefill.pid, "VmHWM") > 1
+        for child in (prefill, router, decode):
+            child.communicate(b"\n")
