@@ -22,6 +22,7 @@ from pagerelay.kernels.cpu_build import KernelUnavailable, build
 
 PANEL = 16
 MAX_HEAD_DIM = 256
+MAX_TOKENS = 2**31 - 1  # of a sequence, so a wider window hides nothing
 INSTRUCTION_SETS = ("avx512", "avx2")
 
 _POINTER, _LONG, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
@@ -120,10 +121,13 @@ class CpuOps:
         query_starts = _dense(query_starts, torch.int32)
         blocks, kv_heads, block_size, head_dim = _pool_shape(pool)
         rows, heads, query_dim = query.shape
-        if query_dim != head_dim or head_dim % 8 or head_dim > MAX_HEAD_DIM or heads % kv_heads:
+        grouped = heads > 0 and kv_heads > 0 and heads % kv_heads == 0
+        if query_dim != head_dim or head_dim % 8 or head_dim > MAX_HEAD_DIM or not grouped:
             raise ValueError(f"query {tuple(query.shape)} does not fit pool {tuple(pool.shape)}")
         if tables.shape[0] != seq_lens.numel() or query_starts.numel() != seq_lens.numel() + 1:
             raise ValueError("tables, seq_lens and query_starts disagree on the number of sequences")
+        if window is not None and window < 0:
+            raise ValueError(f"window must be a number of keys, not {window}")
         out = torch.empty_like(query)
         job = _AttendJob(
             pool=pool[0, layer].data_ptr(),
@@ -138,7 +142,7 @@ class CpuOps:
             kv_heads=kv_heads,
             block_size=block_size,
             head_dim=head_dim,
-            window=window or 0,
+            window=min(window or 0, MAX_TOKENS),
             scale=scale,
             soft_cap=soft_cap or 0.0,
         )
@@ -149,6 +153,8 @@ class CpuOps:
         """weight [out, in] in panels; the caller may drop the weight."""
         weight = _fp32(weight)
         out_features, in_features = weight.shape
+        if in_features < 1:
+            raise ValueError(f"a weight {tuple(weight.shape)} has no inputs to multiply")
         panels = torch.empty(-(-out_features // PANEL), in_features, PANEL)
         self._lib.ops_pack(weight.data_ptr(), panels.data_ptr(), out_features, in_features)
         return PackedWeight(panels, out_features, in_features)
@@ -274,6 +280,7 @@ def _pool_shape(pool: Tensor) -> tuple[int, int, int, int]:
     """blocks, kv_heads, block_size, head_dim of a pool whose inner dimensions are dense."""
     if (
         pool.dtype is not torch.float32
+        or pool.device.type != "cpu"
         or pool.dim() != 6
         or pool.shape[2] != 2
         or not pool[0].is_contiguous()
