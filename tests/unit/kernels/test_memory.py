@@ -46,7 +46,8 @@ def run(command: list[str], extra: Mapping[str, str], seconds: float = 580) -> t
 
 def run_tests(extra: Mapping[str, str], *select: str, seconds: float = 580) -> tuple[int, str]:
     """This folder's tests in a child, except those of the build and these."""
-    command = [sys.executable, "-m", "pytest", THIS, "-v", "-x", "-p", "no:cacheprovider"]
+    # -s: what a sanitizer says as it ends the process would be lost with pytest's own capture
+    command = [sys.executable, "-m", "pytest", THIS, "-s", "-v", "-x", "-p", "no:cacheprovider"]
     ignored = [f"--ignore={THIS}/test_{name}.py" for name in ("build", "memory")]
     return run([*command, *ignored, *select], extra, seconds)
 
