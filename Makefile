@@ -35,12 +35,13 @@ done; \
 wait $$job || { cat "$$log" >&2; echo "FAILED: $(1)" >&2; exit 1; }
 endef
 
-.PHONY: help setup setup-dev model up test lint format exact test-compose bench clean
+.PHONY: help setup setup-dev model up test lint format exact asan test-compose bench clean
 
 help:
 	@echo "make up           start a cluster here and print its URLs (ARGS=\"--prefill 2 --decode 2 --port 8001\")"
 	@echo "make test         lint, then unit, contract, system and shape tests (PYTEST_ARGS=\"-k name\")"
 	@echo "make exact        the full comparison with transformers' own generate"
+	@echo "make asan         the C kernels under the address, undefined-behaviour and thread sanitizers"
 	@echo "make test-compose the cluster in containers; needs a Docker engine"
 	@echo "make bench        load on a running cluster (ARGS=\"--help\")"
 	@echo "make lint         ruff, mypy, import contracts;  make format  rewrites"
@@ -98,7 +99,10 @@ format: setup-dev
 	$(BIN)/ruff format .
 
 test: lint model
-	$(BIN)/pytest -m "not slow and not exact and not compose" $(PYTEST_ARGS)
+	$(BIN)/pytest -m "not slow and not exact and not compose and not asan" $(PYTEST_ARGS)
+
+asan: setup-dev
+	$(BIN)/pytest -m asan $(PYTEST_ARGS)
 
 exact: setup-dev model
 	$(BIN)/pytest -m exact $(PYTEST_ARGS)

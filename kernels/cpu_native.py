@@ -120,6 +120,7 @@ def pool_shape(pool: Tensor) -> tuple[int, int, int, int]:
     """blocks, kv_heads, block_size, head_dim of a pool whose inner dimensions are dense."""
     if (
         pool.dtype is not torch.float32
+        or pool.device.type != "cpu"
         or pool.dim() != 6
         or pool.shape[2] != 2
         or not pool[0].is_contiguous()

@@ -39,6 +39,7 @@ from pagerelay.kernels.cpu_native import (
 
 PANEL = 16
 MAX_HEAD_DIM = 256
+MAX_TOKENS = 2**31 - 1  # of a sequence, so a wider window hides nothing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,7 +163,7 @@ class CpuOps:
         if query.shape[2] != job.head_dim:
             raise ValueError(f"query {tuple(query.shape)} does not fit pool {tuple(pool.shape)}")
         job.pool, job.query, job.out = pool[0, layer].data_ptr(), query.data_ptr(), out.data_ptr()
-        job.scale, job.window, job.soft_cap = scale, window or 0, soft_cap or 0.0
+        job.scale, job.window, job.soft_cap = scale, _window(window), soft_cap or 0.0
         check(self._lib.ops_attend(self._handle, ctypes.byref(job), query.shape[0]))
         del kept
         return out
@@ -171,6 +172,8 @@ class CpuOps:
         """weight [out, in] in panels; the caller may drop the weight."""
         weight, scales = fp32(weight), None
         out_features, in_features = weight.shape
+        if in_features < 1:
+            raise ValueError(f"a weight {tuple(weight.shape)} has no inputs to multiply")
         panels = -(-out_features // PANEL)
         if self._int8:
             scales = torch.zeros(panels * PANEL)
@@ -274,7 +277,7 @@ class CpuOps:
             native.qkv, native.out = parts.qkv[0].native(parts.qkv[1]), parts.out[0].native(parts.out[1])
             native.gate_up = parts.gate_up[0].native(parts.gate_up[1])
             native.down = parts.down[0].native(parts.down[1])
-            native.eps, native.scale, native.window = parts.eps, parts.scale, parts.window or 0
+            native.eps, native.scale, native.window = parts.eps, parts.scale, _window(parts.window)
         return PackedStack(array, hidden, inner, qkv, list(layers))
 
     def run_stack(
@@ -314,6 +317,13 @@ class CpuOps:
         return x
 
 
+def _window(window: int | None) -> int:
+    """As the library takes it, 0 for none; ValueError when negative."""
+    if window is not None and window < 0:
+        raise ValueError(f"window must be a number of keys, not {window}")
+    return min(window or 0, MAX_TOKENS)
+
+
 def _attention(
     pool: Tensor, heads: int, tables: Tensor, seq_lens: Tensor, query_starts: Tensor
 ) -> tuple[AttendJob, tuple[Tensor, ...]]:
@@ -322,7 +332,8 @@ def _attention(
     tables, seq_lens = dense(tables, torch.int32), dense(seq_lens, torch.int32)
     query_starts = dense(query_starts, torch.int32)
     blocks, kv_heads, block_size, head_dim = pool_shape(pool)
-    if head_dim % 8 or head_dim > MAX_HEAD_DIM or heads % kv_heads:
+    grouped = heads > 0 and kv_heads > 0 and heads % kv_heads == 0
+    if head_dim % 8 or head_dim > MAX_HEAD_DIM or not grouped:
         raise ValueError(f"{heads} heads do not fit pool {tuple(pool.shape)}")
     if tables.shape[0] != seq_lens.numel() or query_starts.numel() != seq_lens.numel() + 1:
         raise ValueError("tables, seq_lens and query_starts disagree on the number of sequences")

@@ -22,16 +22,19 @@ static const float no_key[MAX_DIM];
 INL long at_most(long x, long limit) { return x < limit ? x : limit; }
 INL long at_least(long x, long limit) { return x > limit ? x : limit; }
 
-static void find_tile(const struct attend_job *j, const struct attend_item *it, long first,
+/* Blocks wholly before `oldest`, the first key that the item sees, may be gone and are not looked up. */
+static void find_tile(const struct attend_job *j, const struct attend_item *it, long first, long oldest,
                       struct tile_view *tile) {
     const int32_t *table = j->tables + it->sequence * j->max_blocks;
     const long head = j->block_size * j->head_dim, count = at_most(j->seq_lens[it->sequence] - first, TILE);
     long block = first / j->block_size, offset = first % j->block_size, i = 0;
     for (; i < count; block++, offset = 0) {
-        const float *keys = j->pool + table[block] * j->block_stride + it->kv_head * head;
+        const bool gone = (block + 1) * j->block_size <= oldest;
+        const float *keys = gone ? no_key : j->pool + table[block] * j->block_stride + it->kv_head * head;
+        const long step = gone ? 0 : j->head_dim, to_value = gone ? 0 : j->kv_heads * head;
         for (; i < count && offset < j->block_size; i++, offset++) {
-            tile->key[i] = keys + offset * j->head_dim;
-            tile->value[i] = tile->key[i] + j->kv_heads * head;
+            tile->key[i] = keys + offset * step;
+            tile->value[i] = tile->key[i] + to_value;
         }
     }
     for (; i < TILE; i++) tile->key[i] = tile->value[i] = no_key;
@@ -177,10 +180,10 @@ static void attend_item(void *job, long item, void *scratch) {
 
     const long oldest = j->window ? at_least(position - j->window + 1, 0) : 0;
     struct tile_view tile, next;
-    find_tile(j, it, oldest / TILE * TILE, &next);
+    find_tile(j, it, oldest / TILE * TILE, oldest, &next);
     for (long first = oldest / TILE * TILE; first < position + it->rows; first += TILE) {
         tile = next;
-        find_tile(j, it, first + TILE, &next);
+        find_tile(j, it, first + TILE, oldest, &next);
         attend_tile(j, it, &st, &tile, &next, position, first);
     }
 

@@ -26,9 +26,9 @@ EXPORT void ops_close(struct ops *o) {
     free(o);
 }
 
-/* NULL where the machine lacks the instruction set or memory. threads counts the calling thread. */
+/* NULL where the machine lacks the instruction set or memory, or threads < 1; threads counts the caller. */
 EXPORT struct ops *ops_open(const char *isa, int threads) {
-    struct ops *o = ops_supports(isa) ? calloc(1, sizeof *o) : NULL;
+    struct ops *o = threads > 0 && ops_supports(isa) ? calloc(1, sizeof *o) : NULL;
     if (o == NULL) return NULL;
 #if defined(__x86_64__)
     o->kernels = strcmp(isa, "avx512") == 0 ? &kernels_avx512 : &kernels_avx2;
@@ -162,13 +162,14 @@ EXPORT int ops_rotate_write(struct ops *o, float *pool, long block_stride, long 
 
 static int attend_check(const struct attend_job *j, long rows) {
     const long sequences = j->sequences;
+    if (j->window < 0 || j->window > INT32_MAX) return BAD_INDEX;
     if (j->query_starts[0] != 0 || j->query_starts[sequences] > rows) return BAD_INDEX;
     for (long s = 0; s < sequences; s++) {
-        const long length = j->seq_lens[s], own = j->query_starts[s + 1] - j->query_starts[s];
+        const long length = j->seq_lens[s], own = (long)j->query_starts[s + 1] - j->query_starts[s];
         if (own < 0 || (own > 0 && length < own) || length > j->max_blocks * j->block_size) return BAD_INDEX;
         for (long b = 0; own > 0 && b * j->block_size < length; b++) {
             const int32_t block = j->tables[s * j->max_blocks + b];
-            const int seen = !j->window || (b + 1) * j->block_size > length - own - j->window;
+            const int seen = !j->window || (b + 1) * j->block_size > length - own - j->window + 1;
             if (seen && (block < 0 || block >= j->blocks)) return BAD_INDEX;
         }
     }

@@ -117,7 +117,7 @@ static void pool_free(struct pool *p) {
     pthread_cond_broadcast(&p->wake);
     pthread_mutex_unlock(&p->lock);
     for (int i = 0; i < p->helpers; i++) pthread_join(p->threads[i], NULL);
-    for (int i = 0; i <= p->helpers; i++) free(p->scratch[i].memory);
+    for (int i = 0; p->scratch && i <= p->helpers; i++) free(p->scratch[i].memory);
     pthread_cond_destroy(&p->wake);
     pthread_cond_destroy(&p->done);
     pthread_mutex_destroy(&p->lock);

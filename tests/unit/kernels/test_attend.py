@@ -169,11 +169,20 @@ def test_large_scores_neither_overflow_nor_vanish(ops: TorchOps | CpuOps) -> Non
     assert_close(case.run(ops, scale=8.0), reference(case, scale=8.0))
 
 
-def test_blocks_behind_the_window_may_be_gone(ops: TorchOps | CpuOps) -> None:
-    case = make_case([100], [3])
-    expected = case.run(ops, window=20)
-    case.tables[0, : (100 - 3 - 20 + 1) // 16] = NO_BLOCK
-    assert torch.equal(case.run(ops, window=20), expected)
+@pytest.mark.parametrize("block_size", [5, 16, 32, 64])
+def test_blocks_behind_the_window_may_be_gone(ops: TorchOps | CpuOps, block_size: int) -> None:
+    for oldest in range(60, 97):  # the first key that the first row sees
+        case = make_case([100], [3], block_size=block_size)
+        window = 100 - 3 - oldest + 1
+        expected = case.run(ops, window=window)
+        case.tables[0, : oldest // block_size] = NO_BLOCK
+        assert torch.equal(case.run(ops, window=window), expected)
+
+
+@pytest.mark.parametrize("window", [2**31 - 1, 2**63 - 1])
+def test_a_window_wider_than_any_sequence_hides_nothing(ops: TorchOps | CpuOps, window: int) -> None:
+    case = make_case([100, 33], [40, 1])
+    assert torch.equal(case.run(ops, window=window), case.run(ops))
 
 
 def test_an_empty_step_and_a_step_of_padding(ops: TorchOps | CpuOps) -> None:
@@ -266,6 +275,13 @@ def test_bad_indices_are_refused(c_ops: CpuOps) -> None:
         replace(case, seq_lens=torch.tensor([20, 2000], dtype=torch.int32)),
         replace(case, query_starts=torch.tensor([0, 2, 4], dtype=torch.int32)),
         replace(case, query_starts=torch.tensor([0, 3, 2], dtype=torch.int32)),
+        replace(case, query_starts=torch.tensor([0, 1, -(2**31)], dtype=torch.int32)),
+        replace(case, query_starts=torch.tensor([0, 2**31 - 1, 3], dtype=torch.int32)),
+        replace(case, query_starts=torch.tensor([-1, 2, 3], dtype=torch.int32)),
+        replace(case, seq_lens=torch.tensor([20, -(2**31)], dtype=torch.int32)),
+        replace(case, query=case.query[:, :0]),
+        replace(case, query=case.query[:, :3]),
+        replace(case, pool=case.pool.to("meta")),
         replace(case, seq_lens=torch.tensor([20], dtype=torch.int32)),
         replace(case, query=case.query[..., :32].contiguous()),
         replace(case, query=case.query.double()),
@@ -273,6 +289,8 @@ def test_bad_indices_are_refused(c_ops: CpuOps) -> None:
     ):
         with pytest.raises(ValueError, match=r"outside|fit|disagree|expected|dense"):
             wrong.run(c_ops)
+    with pytest.raises(ValueError, match="window must be a number of keys, not -5"):
+        case.run(c_ops, window=-5)
     key = torch.zeros(2, 2, 64)
     for slot in (-2, case.pool.shape[0] * 16):
         with pytest.raises(ValueError, match="outside"):

@@ -125,6 +125,8 @@ def test_what_does_not_fit_is_refused(c_ops: CpuOps) -> None:
         c_ops.linear(x, packed, bias[:3])
     with pytest.raises(ValueError, match="float32"):
         c_ops.linear(x.double(), packed)
+    with pytest.raises(ValueError, match="no inputs"):
+        c_ops.pack(weight[:, :0])
     for bad in (-1, 20):
         with pytest.raises(ValueError, match="outside"):
             c_ops.embed(torch.tensor([0, bad]), packed)
