@@ -8,6 +8,8 @@
  * batch enters its arithmetic. Key i always sits in lane i % 16, so running sums are kept per lane and added
  * up once, at the end. */
 #pragma once
+#include <stdbool.h>
+
 #include "gemm.h"
 #include "kernels.h"
 

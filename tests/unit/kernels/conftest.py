@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from guarded import GuardPages
 
-from pagerelay.kernels.cpu_build import KernelUnavailable, build
+from pagerelay.kernels.cpu_build import KernelUnavailable, build, find_compiler
 from pagerelay.kernels.cpu_ops import CpuOps
 from pagerelay.kernels.torch_ops import TorchOps
 
@@ -37,9 +37,10 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if LIBRARY:
         return folder
     try:
-        build(folder)
+        find_compiler()
     except KernelUnavailable as error:
         pytest.skip(error.reason)
+    build(folder)
     return folder
 
 

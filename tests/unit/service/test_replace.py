@@ -20,7 +20,7 @@ from transformers import (
 from pagerelay.common.model.batch import Row, build_batch
 from pagerelay.common.model.replace import FusedMlp, FusedStack, PackedEmbedding, PackedLinear
 from pagerelay.common.model.runner import ModelRunner
-from pagerelay.kernels.cpu_build import KernelUnavailable
+from pagerelay.kernels.cpu_build import KernelUnavailable, find_compiler
 from pagerelay.kernels.cpu_ops import CpuOps
 from pagerelay.kernels.torch_ops import TorchOps
 
@@ -61,9 +61,10 @@ class Unstacked:
 @pytest.fixture(scope="module")
 def c_ops(tmp_path_factory: pytest.TempPathFactory) -> CpuOps:
     try:
-        return CpuOps(tmp_path_factory.mktemp("kernels"), 2)
+        find_compiler()
     except KernelUnavailable as error:
         pytest.skip(error.reason)
+    return CpuOps(tmp_path_factory.mktemp("kernels"), 2)
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
