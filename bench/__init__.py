@@ -7,6 +7,7 @@ command        what it does
 ``compare``    starts several servers in turn, runs the same workloads on each, prints them side by side
 ``router``     measures the router alone: the real router process, scripted workers that compute nothing
 ``footprint``  a worker's peak memory and time to readiness, beside their bounds
+``roofline``   a step of the model on this CPU beside what the machine can do, and beside transformers
 =============  ==========================================================================================
 
 Beside llama.cpp's server, fp32 on both sides, 3 alternating rounds (about 25 minutes on 2 quiet cores; 5, 32,
@@ -20,6 +21,6 @@ Beside llama.cpp's server, fp32 on both sides, 3 alternating rounds (about 25 mi
                 --workers-endpoint tcp://127.0.0.1:0" \
         --spec "llama.cpp=python -m pagerelay.bench.peers.llamacpp --threads 2 --port {port}"
 
-Run as ``python -m pagerelay.bench <command> --help``. Nothing here needs torch, and nothing is sent off this
-host unless ``--allow-remote`` is given.
+Run as ``python -m pagerelay.bench <command> --help``. Only ``roofline`` needs torch, and nothing is sent off
+this host unless ``--allow-remote`` is given.
 """

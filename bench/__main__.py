@@ -191,6 +191,11 @@ def _parser() -> argparse.ArgumentParser:
     foot.add_argument("--threads", type=_whole(1, 4096), default=1, help="CPU threads of a worker (1)")
     foot.add_argument("--seed", type=int, default=int(time.time()), help="of prompts; default: the time")
     foot.add_argument("--results", default="bench/results", metavar="DIR", help="folder of the report")
+
+    roof = commands.add_parser("roofline", help="a step of the model on this CPU beside what it can do")
+    roof.add_argument("--model", default=DEFAULT_MODEL, help="model folder, hub id or known name")
+    roof.add_argument("--threads", type=_whole(1, 4096), default=1, help="CPU threads (1)")
+    roof.add_argument("--results", default="bench/results", metavar="DIR", help="folder of the report")
     return parser
 
 
@@ -238,6 +243,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             if len(set(names)) < len(names):
                 parser.error("two specs have the same name")
             return asyncio.run(_ended_by_sigterm(compare(_compare_options(args))))
+        if args.command == "roofline":
+            from pagerelay.bench.roofline import RooflineOptions, measure_roofline  # the only one with torch
+
+            return measure_roofline(RooflineOptions(args.model, args.threads, args.results))
         if args.command == "footprint":
             return asyncio.run(_ended_by_sigterm(measure_footprint(_footprint_options(args))))
         return asyncio.run(_ended_by_sigterm(measure_router(RouterOptions.of(args))))

@@ -168,7 +168,7 @@ ops = CpuOps(Path(sys.argv[1]), 1, "avx2", Path(sys.argv[1]))
 with GuardPages(sys.argv[2]) if sys.argv[2] else nullcontext():
     panels = torch.zeros(1, 7, 16)
     print("kernel begins", flush=True)
-    ops.linear(torch.zeros(1, 8), PackedWeight(panels, 16, 8))
+    ops.linear(torch.zeros(1, 8), PackedWeight(panels, None, 16, 8))
 """
 
 
