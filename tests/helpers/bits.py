@@ -111,6 +111,11 @@ class Record:
             found += [f"{name} of {key}" for key in sorted(mine | theirs) if mine.get(key) != theirs.get(key)]
         return found
 
+    def digest(self) -> str:
+        """One of all, to compare with another process."""
+        parts = (sorted(self.logits.items()), sorted(self.kv.items()), sorted(self.ids.items()))
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
     @property
     def num_compared(self) -> int:
         return len(self.logits) + len(self.kv) + sum(map(len, self.ids.values()))

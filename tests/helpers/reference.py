@@ -54,9 +54,13 @@ def greedy(folder: Path, wanted: list[list[int]], num_tokens: int) -> Iterator[E
             output_logits=True,
             return_dict_in_generate=True,
         )
+        ids = out.sequences[0, len(prompt) :].tolist()
+        # It did not stop early, and nothing of the model's own generation settings bent its choice.
+        assert ids == [int(logits[0].argmax()) for logits in out.logits]
+        assert len(ids) == num_tokens
         gaps = [float(top[0] - top[1]) for top in (logits[0].topk(2).values for logits in out.logits)]
         sure = next((index for index, gap in enumerate(gaps) if gap < NEAR_TIE), num_tokens)
-        yield Expected(out.sequences[0, len(prompt) :].tolist(), sure)
+        yield Expected(ids, sure)
 
 
 class _Norm64(nn.Module):

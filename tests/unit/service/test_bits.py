@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -56,10 +60,10 @@ def instruction_sets() -> list[str]:
 class Model:
     """A model folder, its prompts, and the runner for a way; it holds one at a time."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, num_prompts: int = NUM_PROMPTS) -> None:
         self.folder = folder
         self.facts: ModelFacts = read_facts(folder, None)
-        self.prompts = with_families(prompts(folder, NUM_PROMPTS, longest=300))
+        self.prompts = with_families(prompts(folder, num_prompts, longest=300))
         self._sizes = batch_sizes()
         self._kernels: tuple[str, int] | None = None
         self._runner: ModelRunner
@@ -71,6 +75,13 @@ class Model:
             self._runner, self._kernels = ModelRunner(self.folder, ops), kernels
         return serve(way, self._runner, self.facts, self.prompts, NUM_TOKENS, self._sizes, look)
 
+    @contextmanager
+    def only(self, count: int) -> Iterator[None]:
+        """The first ``count`` prompts."""
+        self.prompts, kept = self.prompts[:count], self.prompts
+        yield
+        self.prompts = kept
+
 
 @pytest.fixture(scope="module")
 def tiny(tiny_dir: Path) -> Model:
@@ -79,7 +90,7 @@ def tiny(tiny_dir: Path) -> Model:
 
 @pytest.fixture(scope="module")
 def smollm(smollm_dir: Path) -> Model:
-    return Model(smollm_dir)
+    return Model(smollm_dir, int(os.environ.get("EXACT_PROMPTS", NUM_PROMPTS)))
 
 
 def check(model: Model, ways: Sequence[Way], best: str) -> None:
@@ -96,8 +107,8 @@ def check(model: Model, ways: Sequence[Way], best: str) -> None:
         if reference not in references:
             began = time.monotonic()
             references[reference] = record = model.serve(reference)
-            assert len(record.logits) == NUM_PROMPTS * NUM_TOKENS
-            assert len(record.kv) == len(record.ids) == NUM_PROMPTS
+            assert len(record.logits) == len(model.prompts) * NUM_TOKENS
+            assert len(record.kv) == len(record.ids) == len(model.prompts)
             print(f"\n{time.monotonic() - began:6.1f} s  {reference}: the reference", flush=True)
         began = time.monotonic()
         record = model.serve(way)
@@ -113,7 +124,8 @@ def check(model: Model, ways: Sequence[Way], best: str) -> None:
             wrong.append(f"{way}: {', '.join(differences[:5])} …")
     print(f"{len(ways)} ways, {compared} comparisons")
     assert not wrong, "\n".join(wrong)
-    assert sizes >= set(BATCH_SIZES)
+    if len(model.prompts) >= NUM_PROMPTS:
+        assert sizes >= set(BATCH_SIZES)
 
 
 @pytest.mark.timeout(600)
@@ -134,6 +146,42 @@ def test_no_way_of_serving_changes_a_bit_real_model(smollm: Model, instruction_s
     check(smollm, covering(all_ways(instruction_sets)), instruction_sets[0])
 
 
+OTHER_HOST = """
+import sys
+from pathlib import Path
+from test_bits import Model, Way
+
+model = Model(Path(sys.argv[1]))
+with model.only(40):
+    print(model.serve(Way(instruction_set="avx2", placed="tcp", batched=True)).digest())
+"""
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("capability", ["avx2", "default"])
+def test_torch_has_the_same_bits_on_lesser_processors(
+    tiny: Model, instruction_sets: list[str], capability: str
+) -> None:
+    """What torch and its libraries still compute (rotary angles, residual sums) on a host without AVX-512."""
+    tests = Path(__file__).parents[2]
+    path = (str(tests / "helpers"), str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))
+    found = subprocess.run(
+        [sys.executable, "-c", OTHER_HOST, str(tiny.folder)],
+        env=os.environ
+        | {
+            "ATEN_CPU_CAPABILITY": capability,
+            "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+            "PYTHONPATH": ":".join(path),
+        },
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    with tiny.only(40):
+        here = tiny.serve(Way(instruction_set=instruction_sets[0]))
+    assert found.stdout.strip() == here.digest()
+
+
 @pytest.mark.parametrize("bit", [0, 22])
 def test_one_wrong_bit_of_kv_is_noticed(
     tiny: Model, instruction_sets: list[str], monkeypatch: pytest.MonkeyPatch, bit: int
@@ -148,12 +196,9 @@ def test_one_wrong_bit_of_kv_is_noticed(
             ferry.target.blocks[targets[0], bit // 8] ^= 1 << bit % 8
 
     monkeypatch.setattr(Ferry, "copy", copy)
-    tiny.prompts, all_prompts = tiny.prompts[:3], tiny.prompts
-    try:
-        way = Way(instruction_set=instruction_sets[0], placed="shm")
+    way = Way(instruction_set=instruction_sets[0], placed="shm")
+    with tiny.only(3):
         differences = tiny.serve(way.reference(instruction_sets[0])).differences(tiny.serve(way))
-    finally:
-        tiny.prompts = all_prompts
     assert done
     assert differences[0] == "kv of 0"
     assert all(f"of {number}" not in " ".join(differences) for number in (1, 2))
@@ -176,7 +221,7 @@ def check_error(model: Model, best: str) -> float:
             errors.extend(error.tolist())
 
     model.serve(Way(instruction_set=best), look)
-    assert len(errors) == NUM_PROMPTS * NUM_TOKENS
+    assert len(errors) == len(model.prompts) * NUM_TOKENS
     errors.sort()
     print(
         f"\n{len(errors)} rows against fp64: median {errors[len(errors) // 2]:.2g}, largest {errors[-1]:.2g}"
