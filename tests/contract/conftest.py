@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 from engines import handle_for, make_pool
+from ferry import serve_blocks, stop
 from msgspec import structs
 
 from pagerelay.common.errors import TransferError
 from pagerelay.common.transport.base import Bytes, Peer, TransferBackend
 from pagerelay.common.transport.shm import ShmBackend
 from pagerelay.common.transport.tcp import TcpBackend
-from pagerelay.common.wire.codec import Decoder, encode
-from pagerelay.common.wire.messages import Blocks, Fetch, LeaseLost, PoolAddress, Read, ToPrefill
+from pagerelay.common.wire.messages import Fetch, PoolAddress
 from pagerelay.common.wire.sockets import ServerSocket
 from pagerelay.decode_svc.peers import PeerLink
 
@@ -52,28 +52,6 @@ class HandLink:
             return [memoryview(self.blocks[block].tobytes()) for block in block_ids]
         finally:
             self.in_flight -= len(block_ids)
-
-
-async def serve_blocks(server: ServerSocket, blocks: Bytes) -> None:
-    """A prefill worker's answer to Read, as far as bytes go."""
-    decode: Decoder[ToPrefill] = Decoder(ToPrefill)
-    while True:
-        peer, frames = await server.receive()
-        message = decode(frames[0])
-        if not isinstance(message, Read):
-            continue
-        if not set(message.block_ids) <= set(range(len(blocks))):
-            await server.send(peer, encode(LeaseLost(lease=message.lease, reason="no such lease")))
-            continue
-        header = encode(Blocks(lease=message.lease, block_ids=message.block_ids))
-        await server.send(
-            peer, header, *(memoryview(blocks[block]) for block in message.block_ids), copy=False
-        )
-
-
-async def stop(task: asyncio.Task[Any]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 @dataclass

@@ -13,6 +13,7 @@ from pagerelay.common.engine.core import EngineCore, EngineLimits, Outbox
 from pagerelay.common.kv.pool import KvPool
 from pagerelay.common.model.batch import Batch
 from pagerelay.common.model.runner import ModelFacts
+from pagerelay.common.transport.base import TransferBackend
 from pagerelay.common.wire.messages import DecodeJob, KvHandle, PoolAddress, PrefillJob, SamplingParams
 from pagerelay.decode_svc.engine import DecodeEngine
 from pagerelay.prefill_svc.engine import PrefillEngine
@@ -135,10 +136,20 @@ class RunningStep:
         assert not self._thread.is_alive()
 
 
-def make_pool(num_blocks: int, block_size: int = BLOCK, facts: ModelFacts = FACTS) -> KvPool:
-    """A pool full of NaN: whoever reads what nobody wrote notices."""
+def make_pool(
+    num_blocks: int,
+    block_size: int = BLOCK,
+    facts: ModelFacts = FACTS,
+    backend: TransferBackend | None = None,
+) -> KvPool:
+    """A pool full of NaN, in ordinary memory or where ``backend`` puts it: whoever reads what nobody wrote
+    notices."""
     layout = facts.layout(block_size)
-    pool = KvPool(np.zeros(num_blocks * layout.block_bytes, dtype=np.uint8), layout)
+    if backend is None:
+        memory = np.zeros(num_blocks * layout.block_bytes, dtype=np.uint8)
+    else:
+        memory = backend.allocate(num_blocks, layout.block_bytes)
+    pool = KvPool(memory, layout)
     pool.tensor.fill_(float("nan"))
     return pool
 
@@ -172,17 +183,18 @@ def prefill_engine(
     facts: ModelFacts = FACTS,
     lease_s: float = 10.0,
     block_size: int = BLOCK,
+    pool: KvPool | None = None,
     **limits: Any,
 ) -> PrefillEngine:
-    pool = make_pool(num_blocks, block_size, facts)
+    kv = pool or make_pool(num_blocks, block_size, facts)
     return PrefillEngine(
         runner or FakeRunner(),
         facts,
-        pool,
+        kv,
         make_limits(block_size=block_size, **limits),
         incarnation=INCARNATION,
         lease_s=lease_s,
-        handle=lambda lease, num_tokens: handle_for(lease, num_tokens, pool),
+        handle=lambda lease, num_tokens: handle_for(lease, num_tokens, kv),
     )
 
 
@@ -192,10 +204,11 @@ def decode_engine(
     runner: Any = None,
     facts: ModelFacts = FACTS,
     block_size: int = BLOCK,
+    pool: KvPool | None = None,
     **limits: Any,
 ) -> DecodeEngine:
-    pool = make_pool(num_blocks, block_size, facts)
-    return DecodeEngine(runner or FakeRunner(), facts, pool, make_limits(block_size=block_size, **limits))
+    kv = pool or make_pool(num_blocks, block_size, facts)
+    return DecodeEngine(runner or FakeRunner(), facts, kv, make_limits(block_size=block_size, **limits))
 
 
 def greedy(max_tokens: int = 8, **params: Any) -> SamplingParams:

@@ -2,8 +2,9 @@
 threads.
 
 The router's part keeps one journal a request, drops what comes twice or late, and dispatches anew what was
-lost; the decode worker's part copies blocks with numpy. Messages go either straight through
-(:meth:`Hands.run`) or one by one in whatever order a test chooses (:attr:`Hands.flight`).
+lost; the decode worker's part copies blocks with numpy, or however a subclass does it (:meth:`Hands.copy`).
+Messages go either straight through (:meth:`Hands.run`) or one by one in whatever order a test chooses
+(:attr:`Hands.flight`).
 """
 
 from __future__ import annotations
@@ -135,6 +136,20 @@ class Hands:
         request.early.clear()
         self._dispatch(request)
 
+    def lose_decode(self, fresh: DecodeEngine) -> int:
+        """The decode worker is gone with all that it held; ``fresh`` has come in its place.
+
+        Every live request recovers, its prompt and emitted tokens computed again. Returns how many.
+        """
+        assert not self.flight, "deliver what is under way first, or it is lost with the worker"
+        self.d = fresh
+        self.fetches.clear()
+        live = [request for request in self.requests.values() if not request.over]
+        for request in live:
+            self.recover(request)
+        self.deliver_all()
+        return len(live)
+
     def _at_router(self, message: Any) -> None:
         if isinstance(message, Tokens):
             for delta in message.deltas:
@@ -204,11 +219,15 @@ class Hands:
         seq = fetch.intake.seq
         match message:
             case Ready():
-                for index, source in enumerate(message.block_ids, message.first):
-                    if index in fetch.missing:
-                        self.d.pool.blocks[seq.block_ids[index]] = self.p.pool.blocks[source]
-                        fetch.missing.discard(index)
-                        self.num_shipped += 1
+                due = [
+                    (index, source)
+                    for index, source in enumerate(message.block_ids, message.first)
+                    if index in fetch.missing
+                ]
+                targets = [seq.block_ids[index] for index, _ in due]
+                self.copy(message.lease, [source for _, source in due], targets)
+                fetch.missing.difference_update(index for index, _ in due)
+                self.num_shipped += len(due)
             case Commit():
                 fetch.commit = message
             case LeaseLost():
@@ -231,6 +250,10 @@ class Hands:
         if not fetch.missing and fetch.commit is not None and not fetch.asked:
             fetch.asked = True
             self.flight.append((self._at_prefill, Release(lease=message.lease, received=True)))
+
+    def copy(self, lease: int, sources: list[int], targets: list[int]) -> None:
+        """The prefill worker's blocks ``sources`` into the decode worker's ``targets``."""
+        self.d.pool.blocks[targets] = self.p.pool.blocks[sources]
 
     def _end_fetch(self, lease: int) -> None:
         self.d.fetch_ended(self.fetches.pop(lease).intake.seq)

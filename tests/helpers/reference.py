@@ -1,14 +1,17 @@
-"""What one undisturbed process says: transformers' own generate in fp32, and prompts to ask it."""
+"""What one undisturbed process says: transformers' own generate in fp32, its logits in fp64; and prompts to
+ask it."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 NEAR_TIE = 1e-4
@@ -51,6 +54,44 @@ def greedy(folder: Path, wanted: list[list[int]], num_tokens: int) -> Iterator[E
             output_logits=True,
             return_dict_in_generate=True,
         )
+        ids = out.sequences[0, len(prompt) :].tolist()
+        # It did not stop early, and nothing of the model's own generation settings bent its choice.
+        assert ids == [int(logits[0].argmax()) for logits in out.logits]
+        assert len(ids) == num_tokens
         gaps = [float(top[0] - top[1]) for top in (logits[0].topk(2).values for logits in out.logits)]
         sure = next((index for index, gap in enumerate(gaps) if gap < NEAR_TIE), num_tokens)
-        yield Expected(out.sequences[0, len(prompt) :].tolist(), sure)
+        yield Expected(ids, sure)
+
+
+class _Norm64(nn.Module):
+    """RMSNorm in the precision of its input; transformers' own computes in fp32 whatever it is given."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self._norm = norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self._norm.variance_epsilon)
+        out: torch.Tensor = x * scale * self._norm.weight
+        return out
+
+
+def logits64(folder: Path) -> Callable[[list[int], int], torch.Tensor]:
+    """``(tokens, count)`` → transformers' fp64 logits ``[count, vocab]`` at the last ``count`` of the tokens.
+
+    All is fp64 but the angles of the rotary embedding, whose fp32 rounding is part of the model's definition.
+    """
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="sdpa"
+    ).eval()
+    for parent, name, child in [(p, n, c) for p in model.modules() for n, c in p.named_children()]:
+        if type(child).__name__ == "LlamaRMSNorm":
+            setattr(parent, name, _Norm64(child))
+
+    @torch.inference_mode()
+    def logits(tokens: list[int], count: int) -> torch.Tensor:
+        rows: torch.Tensor = model(torch.tensor([tokens]), use_cache=False, logits_to_keep=count).logits[0]
+        assert rows.dtype is torch.float64
+        return rows
+
+    return logits

@@ -17,6 +17,7 @@ SHAPES = [
     for p in (1, 2)
     for t in ("shm", "tcp")
 ]
+COLOCATED = {"cluster__prefill": 0, "cluster__decode": 0, "cluster__colocated": 1}
 
 
 async def ask_all(
@@ -32,6 +33,8 @@ async def ask_all(
 
 
 def assert_equal(got: list[list[int]], expected: list[Expected]) -> None:
+    sure = sum(want.sure for want in expected)
+    assert sure >= 0.9 * NUM_TOKENS * len(expected), "near-ties leave too little to compare"
     for index, (ids, want) in enumerate(zip(got, expected, strict=True)):
         assert len(ids) == NUM_TOKENS
         assert ids[: want.sure] == want.ids[: want.sure], f"prompt {index}"
@@ -45,6 +48,7 @@ async def check_shape(
     sampled: dict[str, list[list[int]]],
 ) -> dict[str, float]:
     """All prompts alone and 16 at a time, greedy and seeded; returns what the metrics say of the shape."""
+    split = "cluster__colocated" not in shape
     with running(model, cache__num_blocks=1024, **shape) as cluster:
         for at_once in (16, 1):
             assert_equal(await ask_all(cluster, wanted, at_once), expected)
@@ -57,10 +61,14 @@ async def check_shape(
             "recoveries": await cluster.metric("pagerelay_recoveries_total"),
             "received": await cluster.metric("pagerelay_worker_prompt_tokens_total", source="received"),
         }
-        used = {kind for worker in await cluster.workers("decode") for kind in worker["transports_in_use"]}
-    assert facts["recomputed"] == facts["local"] == facts["recoveries"] == 0
-    assert facts["received"] > 0
-    assert used == {shape["worker__transport"]}
+        used = {kind for worker in await cluster.workers() for kind in worker["transports_in_use"]}
+    assert facts["recoveries"] == 0
+    if split:
+        assert facts["recomputed"] == facts["local"] == 0
+        assert facts["received"] > 0
+    else:
+        assert facts["received"] == 0
+    assert used == ({shape["worker__transport"]} if split else set())
     return facts
 
 
@@ -75,7 +83,19 @@ def seeded_ids() -> dict[str, list[list[int]]]:
     return {}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *SHAPES,
+        pytest.param(
+            COLOCATED | {"engine__threads": 2, "engine__max_batch_tokens": 16}, id="colocated-small-chunks"
+        ),
+        pytest.param(
+            {"worker__transport": "shm", "engine__threads": 2, "engine__max_batch_tokens": 16},
+            id="1P1D-small-chunks",
+        ),
+    ],
+)
 async def test_same_tokens_tiny_model(
     tiny_dir: Path,
     tiny_expected: tuple[list[list[int]], list[Expected]],
