@@ -169,7 +169,7 @@ class TransformersContender:
             with torch.inference_mode():
                 self._model(**arguments)
             if past:
-                cache.crop(past)
+                cache.crop(-case.rows)
             else:
                 arguments[self._cache_argument] = DynamicCache()
             return 0.0

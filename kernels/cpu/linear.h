@@ -2,9 +2,8 @@
  *
  * Rows are cut in blocks of nearly equal size, each repacked once per call to [k][rows of the block], so that a
  * register tile reads both its operands in one direction. An item is a group of panels against all rows of a
- * row group. Every output is one chain of FMAs in ascending k, whatever the tile around it, so a row's bits
- * depend on nothing but the row. Cutting the chain in chunks keeps the bits: the partial sum is stored and
- * loaded again as fp32. */
+ * row group. Every output is the sum, in ascending k, of one chain of FMAs per CHUNK of k, whatever the tile
+ * around it, so a row's bits depend on nothing but the row; the int8 ones are a single chain. */
 #pragma once
 #include <stdbool.h>
 
@@ -14,14 +13,14 @@
 #if ISA == 512
 #define FEW_ROWS 16   /* up to here one block and one panel: 16 of 32 registers hold sums */
 #define BLOCK_ROWS 12 /* else blocks of 12 rows x 2 panels: 24 sums */
-#define PANELS(rows) 1
+#define PANELS(blocks, rows) ((blocks) > 1 ? 2 : 1)
 #else
 #define FEW_ROWS 6 /* a panel is two registers: 12 of 16 hold sums */
 #define BLOCK_ROWS 6
-#define PANELS(rows) ((rows) <= 3 ? 2 : 1)
+#define PANELS(blocks, rows) ((rows) <= 3 ? 2 : 1)
 #endif
-#define MOST_ROWS FEW_ROWS
-#define CHUNK 192 /* k of one chunk where several blocks share it: 2 panels of it stay in L1 */
+#define BLOCK_FLOATS (FEW_ROWS * PANEL) /* of partial sums: the largest block by a panel */
+#define CHUNK 96 /* k of one chain: long ones round too much; 2 panels of a chunk stay in L1 */
 #define WEIGHTS_AHEAD 2048 /* a lone panel is fetched by hand; several at once the hardware keeps up with */
 
 struct packed_tile {
@@ -41,12 +40,12 @@ INL void fetch_weights(const void *b, long at, const bool int8) {
 }
 
 INL void packed_product(const struct packed_tile *j, const int rows, const int panels, const bool int8) {
-    v16 sum[MOST_ROWS][2];
+    v16 sum[FEW_ROWS][2];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++) {
 #pragma GCC unroll 2
         for (int p = 0; p < panels; p++)
-            sum[r][p] = int8 ? v_zero() : v_load(j->start + r * j->start_stride + p * PANEL);
+            sum[r][p] = v_zero();
     }
     const float *a = j->a;
     const long end = j->depth * PANEL, panel_stride = j->panel_stride;
@@ -66,8 +65,8 @@ INL void packed_product(const struct packed_tile *j, const int rows, const int p
     for (int r = 0; r < rows; r++) {
 #pragma GCC unroll 2
         for (int p = 0; p < panels; p++) {
-            v16 y = sum[r][p];
-            if (int8) y = v_fma(y, v_load(j->scale + p * PANEL), v_load(j->start + p * PANEL));
+            const v16 start = v_load(j->start + r * j->start_stride + p * PANEL);
+            const v16 y = int8 ? v_fma(sum[r][p], v_load(j->scale + p * PANEL), start) : v_add(start, sum[r][p]);
             v_store(j->out + r * j->out_stride + p * PANEL, y);
         }
     }
@@ -97,20 +96,24 @@ static void packed_int8(const struct packed_tile *j, long rows, long panels) {
     switch (rows * 4 + panels) { PACKED_CASES(true) }
 }
 
-/* A tile that reaches past the last column: through buffers, so that nothing outside is touched. */
-static void packed_edge(struct packed_tile j, long rows, long panels, size_t columns, bool int8) {
-    float start[MOST_ROWS * 2 * PANEL] = {0}, edge[MOST_ROWS * 2 * PANEL];
-    const long stride = j.start_stride ? 2 * PANEL : 0, out_stride = j.out_stride;
+/* A tile whose last panel is not full: bias and out end at the last column, so they go through buffers. */
+static void packed_edge(struct packed_tile j, long rows, long panels, long columns, bool sums_in, bool to_out,
+                        bool int8) {
+    float start[2 * PANEL] = {0}, edge[FEW_ROWS * 2 * PANEL];
     float *const out = j.out;
-    for (long r = 0; r < (stride ? rows : 1); r++)
-        memcpy(start + r * stride, j.start + r * j.start_stride, columns * sizeof(float));
-    j.start = start;
-    j.start_stride = stride;
-    j.out = edge;
-    j.out_stride = 2 * PANEL;
+    const long out_stride = j.out_stride;
+    if (!sums_in) {
+        memcpy(start, j.start, (size_t)columns * sizeof(float));
+        j.start = start;
+    }
+    if (to_out) {
+        j.out = edge;
+        j.out_stride = panels * PANEL;
+    }
     if (int8) packed_int8(&j, rows, panels);
     else packed_fp32(&j, rows, panels);
-    for (long r = 0; r < rows; r++) memcpy(out + r * out_stride, edge + r * 2 * PANEL, columns * sizeof(float));
+    for (long r = 0; to_out && r < rows; r++)
+        memcpy(out + r * out_stride, edge + r * panels * PANEL, (size_t)columns * sizeof(float));
 }
 
 INL long block_row(const struct linear_job *j, long block) { /* where a block's rows begin */
@@ -138,44 +141,57 @@ static void pack_item(void *job, long item, void *scratch) {
     }
 }
 
-static void linear_item(void *job, long item, void *scratch) {
+/* Panels panel .. panel+panels against row blocks from .. to, over weights k .. k+depth. */
+static void linear_chunk(const struct linear_job *j, long panel, long panels, long from, long to, long k,
+                         long depth, float *sums) {
     static const float zeros[2 * PANEL];
+    const bool int8 = j->w.scales != NULL, last = k + depth >= j->w.k;
+    const long column = panel * PANEL, columns = j->w.n - column, width = panels * PANEL;
+    struct packed_tile tile = {
+        .b = (const char *)j->w.panels + (panel * j->w.k + k) * PANEL * (long)(int8 ? 1 : sizeof(float)),
+        .start = j->w.bias ? j->w.bias + column : zeros,
+        .scale = int8 ? j->w.scales + column : NULL,
+        .panel_stride = j->w.k * PANEL,
+        .start_stride = k > 0 ? width : 0,
+        .out_stride = last ? j->w.n : width,
+        .depth = depth,
+    };
+    for (long b = from; b < to; b++, sums += GROUP * BLOCK_FLOATS) {
+        const long row = block_row(j, b), rows = block_row(j, b + 1) - row;
+        tile.a = j->packed + row * j->w.k + k * rows;
+        if (k > 0) tile.start = sums;
+        tile.out = last ? j->out + row * j->w.n + column : sums;
+        if (columns < width) packed_edge(tile, rows, panels, columns, k > 0, last, int8);
+        else if (int8) packed_int8(&tile, rows, panels);
+        else packed_fp32(&tile, rows, panels);
+    }
+}
+
+/* Several row blocks share a chunk of weights while it is in L1; a lone block takes each panel from end to end,
+ * as memory holds it. */
+static void linear_item(void *job, long item, void *scratch) {
     const struct linear_job *j = job;
-    const bool int8 = j->w.scales != NULL;
     const long all = (j->w.n + PANEL - 1) / PANEL, groups = (all + GROUP - 1) / GROUP;
     const long first = item % groups * GROUP, last = first + GROUP < all ? first + GROUP : all;
     const long from = item / groups * ITEM_BLOCKS;
     const long to = from + ITEM_BLOCKS < j->blocks ? from + ITEM_BLOCKS : j->blocks;
-    const long widest = j->block_rows > BLOCK_ROWS ? 1 : PANELS(j->block_rows);
-    const long chunk = int8 || to - from == 1 ? j->w.k : CHUNK, element = int8 ? 1 : sizeof(float);
-    for (long k = 0; k < j->w.k; k += chunk) {
+    const long widest = PANELS(j->blocks, j->block_rows);
+    const long chunk = j->w.scales ? j->w.k : CHUNK;
+    float *const sums = scratch; /* [row blocks][GROUP][BLOCK_FLOATS] */
+    if (to - from > 1) {
+        for (long k = 0; k < j->w.k; k += chunk) {
+            const long depth = j->w.k - k < chunk ? j->w.k - k : chunk;
+            for (long panel = first, panels; panel < last; panel += panels) {
+                panels = last - panel < widest ? last - panel : widest;
+                linear_chunk(j, panel, panels, from, to, k, depth, sums + (panel - first) * BLOCK_FLOATS);
+            }
+        }
+    } else {
         for (long panel = first, panels; panel < last; panel += panels) {
             panels = last - panel < widest ? last - panel : widest;
-            const long column = panel * PANEL, columns = j->w.n - column, width = panels * PANEL;
-            struct packed_tile tile = {
-                .b = (const char *)j->w.panels + (panel * j->w.k + k) * PANEL * element,
-                .start = j->w.bias ? j->w.bias + column : zeros,
-                .scale = int8 ? j->w.scales + column : NULL,
-                .panel_stride = j->w.k * PANEL,
-                .start_stride = k > 0 ? width : 0,
-                .out_stride = width,
-                .depth = j->w.k - k < chunk ? j->w.k - k : chunk,
-            };
-            for (long b = from; b < to; b++) {
-                const long row = block_row(j, b), rows = block_row(j, b + 1) - row;
-                /* between chunks the sums of a tile lie side by side: rows of out may share a cache set */
-                float *sums = (float *)scratch + ((b - from) * GROUP + panel - first) * BLOCK_ROWS * PANEL;
-                tile.a = j->packed + row * j->w.k + k * rows;
-                if (k > 0) tile.start = sums;
-                tile.out = sums;
-                if (k + chunk >= j->w.k) {
-                    tile.out = j->out + row * j->w.n + column;
-                    tile.out_stride = j->w.n;
-                }
-                if (columns < width && (tile.start != sums || tile.out != sums))
-                    packed_edge(tile, rows, panels, (size_t)columns, int8);
-                else if (int8) packed_int8(&tile, rows, panels);
-                else packed_fp32(&tile, rows, panels);
+            for (long k = 0; k < j->w.k; k += chunk) {
+                const long depth = j->w.k - k < chunk ? j->w.k - k : chunk;
+                linear_chunk(j, panel, panels, from, to, k, depth, sums);
             }
         }
     }

@@ -97,7 +97,8 @@ EXPORT int ops_linear(struct ops *o, const float *x, const struct weight *w, flo
     }
     const long groups = ((w->n + PANEL - 1) / PANEL + GROUP - 1) / GROUP;
     const long items = groups * ((job.blocks + ITEM_BLOCKS - 1) / ITEM_BLOCKS);
-    const size_t sums = job.blocks > 1 ? (size_t)(ITEM_BLOCKS * GROUP * most * PANEL) * sizeof(float) : 0;
+    const long tiles = job.blocks > 1 ? ITEM_BLOCKS * GROUP : 2; /* a lone block is done at once */
+    const size_t sums = (size_t)(tiles * few * PANEL) * sizeof(float);
     const int status = pool_run(o->pool, kernels->linear, &job, items, sums, rows * w->n * w->k < SMALL_WORK);
     free(packed);
     return status;
