@@ -30,7 +30,7 @@ BLOCK_SIZE = 16
 BATCH_SIZES = tuple(range(2, 33))
 
 # What decides the bits: one reference each.
-ASKED: dict[str, tuple[Any, ...]] = {"sampling": ("greedy", "seeded")}
+ASKED: dict[str, tuple[Any, ...]] = {"weights": ("fp32", "int8"), "sampling": ("greedy", "seeded")}
 # What must not.
 SERVED: dict[str, tuple[Any, ...]] = {
     "instruction_set": ("avx512", "avx2"),
@@ -48,6 +48,7 @@ class Way:
     """``chunk``: tokens of one step at most. ``batched``: 2 to 32 prompts at a time, else one alone.
     ``recovered``: each time a decode worker is lost when half of the tokens are out."""
 
+    weights: str = "fp32"
     sampling: str = "greedy"
     instruction_set: str = "avx512"
     threads: int = 1

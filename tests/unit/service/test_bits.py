@@ -28,7 +28,8 @@ from reference import logits64, prompts
 from pagerelay.common.config import cache_dir
 from pagerelay.common.model.runner import ModelFacts, ModelRunner, read_facts
 from pagerelay.kernels.cpu_build import KernelUnavailable
-from pagerelay.kernels.cpu_ops import INSTRUCTION_SETS, CpuOps
+from pagerelay.kernels.cpu_native import INSTRUCTION_SETS
+from pagerelay.kernels.cpu_ops import CpuOps
 
 NUM_PROMPTS = 200
 NUM_TOKENS = 4
@@ -65,13 +66,18 @@ class Model:
         self.facts: ModelFacts = read_facts(folder, None)
         self.prompts = with_families(prompts(folder, num_prompts, longest=300))
         self._sizes = batch_sizes()
-        self._kernels: tuple[str, int] | None = None
+        self._kernels: tuple[str, int, str] | None = None
         self._runner: ModelRunner
 
     def serve(self, way: Way, look: Callable[[int, int, torch.Tensor], None] | None = None) -> Record:
-        kernels = (way.instruction_set, way.threads)
+        kernels = (way.instruction_set, way.threads, way.weights)
         if kernels != self._kernels:
-            ops = CpuOps(cache_dir() / "kernels", way.threads, way.instruction_set)
+            ops = CpuOps(
+                cache_dir() / "kernels",
+                way.threads,
+                way.instruction_set,
+                int8_weights=way.weights == "int8",
+            )
             self._runner, self._kernels = ModelRunner(self.folder, ops), kernels
         return serve(way, self._runner, self.facts, self.prompts, NUM_TOKENS, self._sizes, look)
 
