@@ -23,13 +23,14 @@ _FLAGS = {
     "port": ("router.port", "HTTP port; 0 takes a free one"),
     "workers-endpoint": ("router.workers_endpoint", "where workers dial in, tcp://HOST:PORT"),
     "router": ("worker.routers", "router(s) to dial, comma-separated tcp://HOST:PORT"),
-    "transport": ("worker.transport", "auto, shm or tcp"),
+    "transport": ("worker.transport", "auto, shm, cuda_ipc or tcp"),
     "block-size": ("cache.block_size", "tokens per KV block"),
     "kv-memory-mib": ("cache.kv_memory_mib", "size of a worker's KV pool"),
     "num-blocks": ("cache.num_blocks", "blocks of a worker's KV pool"),
     "max-num-seqs": ("engine.max_num_seqs", "most sequences in one step"),
     "max-batch-tokens": ("engine.max_batch_tokens", "token budget of one step"),
     "threads": ("engine.threads", "CPU threads of a worker's model"),
+    "device": ("engine.device", "cpu, cuda or cuda:N"),
     "cpu-ops": ("engine.cpu_ops", "auto, c or torch"),
     "prefill": ("cluster.prefill", "number of prefill workers"),
     "decode": ("cluster.decode", "number of decode workers"),
@@ -48,6 +49,7 @@ _ENGINE = (
     "max-num-seqs",
     "max-batch-tokens",
     "threads",
+    "device",
     "cpu-ops",
 )
 _WORKER = (*_MODEL, "router", "transport", "cluster-key-file", *_ENGINE)
