@@ -109,6 +109,9 @@ def choose_ops(config: Config, threads: int) -> Any:
     from pagerelay.kernels.cpu_ops import CpuOps
     from pagerelay.kernels.torch_ops import TorchOps
 
+    if config.engine.device != "cpu":
+        # The pool and the transport know GPUs; the model's kernels for them are the next step.
+        raise StartupError(f"engine.device is {config.engine.device}: the model runs on CPU only so far")
     if config.engine.cpu_ops == "torch":
         return TorchOps()
     try:

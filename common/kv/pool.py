@@ -3,50 +3,13 @@ transports."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
-
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from pagerelay.common.kv.memory import Bytes, DeviceBlocks, DeviceMemory
 from pagerelay.common.wire.messages import Layout
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-Bytes = npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceBlocks:
-    """Blocks in GPU memory, as transports see them: ``[num_blocks, block_bytes]`` from ``pointer`` on."""
-
-    pointer: int
-    num_blocks: int
-    block_bytes: int
-
-    def at(self, block: int) -> int:
-        """Address of a block."""
-        return self.pointer + block * self.block_bytes
-
-
-class DeviceMemory(Protocol):
-    """A pool's memory on a GPU. The transport backend that allocated it keeps it alive, and frees it."""
-
-    @property
-    def pointer(self) -> int: ...
-
-    @property
-    def num_bytes(self) -> int: ...
-
-    def tensor(self) -> torch.Tensor:
-        """``uint8 [num_bytes]`` on the device, not copied."""
-        ...
-
-    def mark_written(self) -> int:
-        """Marks what the calling thread has queued on the GPU until now; returns the mark's number, for
-        ``Ready``."""
-        ...
 
 
 class KvPool:

@@ -13,7 +13,8 @@ import torch
 from pagerelay.common.config import Config
 from pagerelay.common.engine.core import EngineLimits, check_fits
 from pagerelay.common.errors import CudaError, StartupError
-from pagerelay.common.kv.pool import DeviceMemory, KvPool
+from pagerelay.common.kv.memory import DeviceMemory
+from pagerelay.common.kv.pool import KvPool
 from pagerelay.common.model.ops import PagedOps
 from pagerelay.common.model.runner import ModelFacts, ModelRunner, read_facts
 from pagerelay.common.transport.base import Bytes, DirectBackend, TransferBackend

@@ -23,7 +23,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from pagerelay.common.errors import TransferError
-from pagerelay.common.kv.pool import Bytes, DeviceBlocks, DeviceMemory
+from pagerelay.common.kv.memory import Bytes, DeviceBlocks, DeviceMemory
 from pagerelay.common.wire.messages import PoolAddress
 
 __all__ = ["Bytes", "DeviceBlocks", "DirectBackend", "Peer", "TransferBackend", "check_blocks", "host_id"]

@@ -142,8 +142,9 @@ class CudaIpcBackend(DirectBackend):
         return pool
 
     def _check_device(self) -> None:
-        if self._runtime.device.mig:
-            raise CudaError(f"{self._runtime.device.name} is a MIG slice, which has no CUDA IPC")
+        reason = self._runtime.device.no_ipc
+        if reason is not None:
+            raise CudaError(f"no CUDA IPC on {self._runtime.device.name}: {reason}")
 
     def address(self) -> PoolAddress:
         if self._address is None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import secrets
-
-import torch
+from typing import TYPE_CHECKING
 
 from pagerelay.common.errors import CudaError, StartupError
-from pagerelay.common.kv.pool import DeviceBlocks
+from pagerelay.common.kv.memory import DeviceBlocks
 from pagerelay.common.transport.cuda_runtime import CudaRuntime
+
+if TYPE_CHECKING:
+    import torch
 
 SCRATCH_BYTES = 4096
 NUM_MARKS = 4

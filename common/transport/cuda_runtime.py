@@ -8,21 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 MEMORY_HANDLE_BYTES = EVENT_HANDLE_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """``uuid`` as ``GPU-…``; ``mig``: a slice of a GPU, which can export nothing to other processes."""
+    """``uuid`` as ``GPU-…``; ``no_ipc``: why its memory cannot be shared between processes, if so."""
 
     index: int
     name: str
     uuid: str
-    mig: bool
+    no_ipc: str | None = None
 
 
 class CudaRuntime(Protocol):

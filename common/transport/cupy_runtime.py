@@ -11,13 +11,14 @@ from torch.utils.dlpack import from_dlpack
 
 from pagerelay.common.errors import CudaError, StartupError
 from pagerelay.common.transport.cuda_runtime import CudaRuntime, DeviceInfo
+from pagerelay.common.transport.torch_runtime import TorchRuntime, describe
 
 _SUCCESS, _NOT_READY = 0, 600  # cudaError_t: cupy's eventQuery returns it, where the others raise
 
 
 def open_runtime(index: int) -> CudaRuntime:
-    """The runtime of GPU number ``index`` of those visible here. Raises :class:`StartupError` saying what is
-    missing."""
+    """The runtime of GPU number ``index`` of those visible here; torch's own, which has no IPC, where cupy is
+    missing. Raises :class:`StartupError` saying what is missing."""
     if not torch.cuda.is_available():
         why = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no GPU"
         raise StartupError(f"engine.device is cuda, and {why}: set engine.device to cpu, or give it one")
@@ -27,24 +28,13 @@ def open_runtime(index: int) -> CudaRuntime:
     try:
         import cupy
     except ImportError as error:
-        raise StartupError(
-            f"engine.device is cuda, which needs cupy ({error}): pip install 'pagerelay[cuda]'"
-        ) from error
+        return TorchRuntime(index, f"cupy is not installed ({error}): pip install 'pagerelay[cuda]'")
     try:
         cupy.cuda.runtime.setDevice(index)
         cupy.cuda.runtime.memGetInfo()  # makes the context, so that what cannot work fails here
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise StartupError(f"engine.device is cuda:{index}, which cannot be used: {error}") from error
     return CupyRuntime(cupy, index)
-
-
-def describe(index: int) -> DeviceInfo:
-    """From torch: cupy's properties cut a UUID off at its first zero byte."""
-    properties = torch.cuda.get_device_properties(index)
-    uuid = str(properties.uuid)
-    if not uuid.startswith(("GPU-", "MIG-")):
-        uuid = f"GPU-{uuid}"
-    return DeviceInfo(index, properties.name, uuid, uuid.startswith("MIG-") or "MIG" in properties.name)
 
 
 class CupyRuntime:

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from pagerelay.common.kv.pool import Bytes, DeviceBlocks
+from pagerelay.common.kv.memory import Bytes, DeviceBlocks
 from pagerelay.common.transport.cuda_runtime import CudaRuntime
 
 NUM_BUFFERS = 3

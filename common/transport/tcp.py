@@ -17,7 +17,7 @@ from typing import ClassVar
 import numpy as np
 
 from pagerelay.common.errors import StartupError, TransferError
-from pagerelay.common.kv.pool import DeviceMemory
+from pagerelay.common.kv.memory import DeviceMemory
 from pagerelay.common.transport.base import Bytes, DeviceBlocks, Peer, TransferBackend, host_id
 from pagerelay.common.transport.cuda_pool import CudaPool
 from pagerelay.common.transport.cuda_runtime import CudaRuntime

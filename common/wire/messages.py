@@ -82,19 +82,18 @@ class Layout(Struct, frozen=True, kw_only=True):
 
 
 class CudaExport(Struct, frozen=True, kw_only=True):
-    """What another process needs to map a pool in GPU memory. The layout and dtype of what lies in it stand
-    in :class:`KvHandle`, and are compared before anything is opened."""
+    """What another process needs to map a pool in GPU memory; its layout and dtype stand in ``KvHandle``.
+
+    ``memory``: CUDA IPC handle of an allocation of ``memory_bytes``: the pool from its base on, then the
+    nonce. ``events``: handles of those that ``Ready.written`` counts. ``pid_namespace``: its inode.
+    """
 
     memory: bytes
-    """CUDA IPC handle of the allocation, whose base is the pool's first block."""
     memory_bytes: int
-    """Its size: the pool, and behind it the scratch area that begins with the nonce."""
     events: tuple[bytes, ...]
-    """CUDA IPC handles of the events that ``Ready.written`` counts."""
     device_uuid: str
     pid: int
     pid_namespace: int
-    """Inode of ``/proc/self/ns/pid``: equal on two processes exactly if they share it."""
 
 
 class PoolAddress(Struct, frozen=True, kw_only=True):
@@ -159,8 +158,7 @@ class TokenDelta(Struct, frozen=True, kw_only=True, gc=False):
     finish_reason: FinishReason | None = None
 
 
-# ------------------------------------------------------------------------------------------------ worker →
-# router
+# ------------------------------------------------------------------------------------- worker → router
 
 
 class Hello(Message, frozen=True):
@@ -258,8 +256,7 @@ class Goodbye(Message, frozen=True):
     pass
 
 
-# ------------------------------------------------------------------------------------------------ router →
-# worker
+# ------------------------------------------------------------------------------------- router → worker
 
 
 class Welcome(Message, frozen=True):
@@ -343,8 +340,7 @@ class Release(Message, frozen=True):
 
 
 class Attach(Message, frozen=True):
-    """CUDA IPC only, before the first fetch: I am about to open your pool. It must not be freed until I say
-    ``Detached``, or am gone."""
+    """CUDA IPC only: I am about to open your pool; it stays until I say ``Detached``, or am gone."""
 
 
 class Detached(Message, frozen=True):

@@ -316,7 +316,7 @@ async def test_the_hosts_memory_is_not_a_target(pair: Pair) -> None:
 
 
 def test_a_slice_of_a_gpu_exports_nothing_and_reads_nothing(machine: Machine) -> None:
-    slice_ = machine.process(mig=True)
+    slice_ = machine.process(no_ipc="it is a MIG slice")
     backend = CudaIpcBackend(slice_, slice_.place)
     with pytest.raises(CudaError, match="MIG"):
         backend.allocate(4, 64)

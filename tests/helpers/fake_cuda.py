@@ -148,11 +148,11 @@ class FakeCuda:
         host: str = "host-1",
         pid_namespace: int = 1,
         visible: Sequence[str] | None = None,
-        mig: bool = False,
+        no_ipc: str | None = None,
     ) -> None:
         self.machine, self.pid = machine, pid
         uuid = machine.uuids[device]
-        self.info = DeviceInfo(device, "Fake MIG 1g" if mig else "Fake GPU", uuid, mig)
+        self.info = DeviceInfo(device, "Fake GPU", uuid, no_ipc)
         self.visible = list(machine.uuids if visible is None else visible)
         self.place = FakePlace(host=host, pid=pid, pid_namespace=pid_namespace, machine=machine)
         self.alive = True
