@@ -21,16 +21,8 @@ import msgspec
 from pagerelay.common.errors import ConfigError, TransferError
 from pagerelay.common.kv.pool import KvPool
 from pagerelay.common.transport.base import TransferBackend
-from pagerelay.common.wire.messages import (
-    AboutLease,
-    Commit,
-    Fetch,
-    LeaseLost,
-    PoolAddress,
-    Ready,
-    Release,
-    Released,
-)
+from pagerelay.common.wire.messages import AboutLease, Commit, Fetch, LeaseLost, Ready, Release, Released
+from pagerelay.common.wire.pools import PoolAddress
 from pagerelay.decode_svc.engine import Intake
 from pagerelay.decode_svc.peers import PeerLink
 

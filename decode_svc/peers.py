@@ -20,13 +20,13 @@ from pagerelay.common.wire.messages import (
     Fetch,
     KvHandle,
     LeaseLost,
-    PoolAddress,
     Read,
     Release,
     Renew,
     ToDecode,
     ToPrefill,
 )
+from pagerelay.common.wire.pools import PoolAddress
 from pagerelay.common.wire.sockets import MAX_BLOCK_BYTES, ClientSocket, PeerUnreachable
 
 log = logging.getLogger(__name__)

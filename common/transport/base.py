@@ -24,7 +24,7 @@ import numpy as np
 
 from pagerelay.common.errors import TransferError
 from pagerelay.common.kv.memory import Bytes, DeviceBlocks, DeviceMemory
-from pagerelay.common.wire.messages import PoolAddress
+from pagerelay.common.wire.pools import PoolAddress
 
 __all__ = ["Bytes", "DeviceBlocks", "DirectBackend", "Peer", "TransferBackend", "check_blocks", "host_id"]
 

@@ -40,7 +40,7 @@ from pagerelay.common.transport.cuda_runtime import (
     runs,
 )
 from pagerelay.common.transport.staging import PinnedStaging
-from pagerelay.common.wire.messages import CudaExport, PoolAddress
+from pagerelay.common.wire.pools import CudaExport, PoolAddress
 
 log = logging.getLogger(__name__)
 

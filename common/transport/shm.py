@@ -32,7 +32,7 @@ from pagerelay.common.transport.base import (
     check_blocks,
     host_id,
 )
-from pagerelay.common.wire.messages import PoolAddress
+from pagerelay.common.wire.pools import PoolAddress
 
 HEADER_BYTES = 4096
 

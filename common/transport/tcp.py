@@ -22,7 +22,7 @@ from pagerelay.common.transport.base import Bytes, DeviceBlocks, Peer, TransferB
 from pagerelay.common.transport.cuda_pool import CudaPool
 from pagerelay.common.transport.cuda_runtime import CudaRuntime
 from pagerelay.common.transport.staging import PinnedStaging
-from pagerelay.common.wire.messages import PoolAddress
+from pagerelay.common.wire.pools import PoolAddress
 
 
 class TcpBackend(TransferBackend):

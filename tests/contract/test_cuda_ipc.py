@@ -23,7 +23,7 @@ from pagerelay.common.errors import CudaError, StartupError, TransferError
 from pagerelay.common.transport.cuda_ipc import CudaIpcBackend, Place, ProcessWatch
 from pagerelay.common.transport.cuda_pool import NUM_MARKS, CudaPool
 from pagerelay.common.transport.cuda_runtime import runs
-from pagerelay.common.wire.messages import PoolAddress
+from pagerelay.common.wire.pools import PoolAddress
 
 MakePair = Callable[..., Any]
 

@@ -28,7 +28,7 @@ from pagerelay.common.transport import shm as shm_module
 from pagerelay.common.transport.base import Bytes, TransferBackend
 from pagerelay.common.transport.shm import ShmBackend
 from pagerelay.common.transport.tcp import TcpBackend
-from pagerelay.common.wire.messages import PoolAddress
+from pagerelay.common.wire.pools import PoolAddress
 
 SHM = Path("/dev/shm")
 MakePair = Callable[..., Any]
@@ -152,7 +152,7 @@ CHILD = """
 import os, sys, time
 import msgspec
 from pagerelay.common.transport.shm import ShmBackend
-from pagerelay.common.wire.messages import PoolAddress
+from pagerelay.common.wire.pools import PoolAddress
 
 backend = ShmBackend()
 if sys.argv[1] == "own":

@@ -18,7 +18,8 @@ from pagerelay.common.transport.cuda_ipc import CudaIpcBackend
 from pagerelay.common.transport.shm import ShmBackend
 from pagerelay.common.transport.tcp import TcpBackend
 from pagerelay.common.wire.codec import Decoder, encode
-from pagerelay.common.wire.messages import Blocks, LeaseLost, PoolAddress, Read, ToPrefill
+from pagerelay.common.wire.messages import Blocks, LeaseLost, Read, ToPrefill
+from pagerelay.common.wire.pools import PoolAddress
 from pagerelay.common.wire.sockets import ServerSocket
 
 GPU_WAYS = {"cuda_ipc": (0, 0), "cuda_ipc-peer": (0, 1), "tcp-from-gpu": (0, None), "tcp-to-gpu": (None, 0)}

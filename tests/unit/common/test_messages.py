@@ -11,16 +11,17 @@ from engines import handle_for, make_pool
 from pagerelay.common.errors import WireError
 from pagerelay.common.wire import messages as m
 from pagerelay.common.wire.codec import MAX_CONTROL_BYTES, Decoder, encode
+from pagerelay.common.wire.pools import CudaExport, PoolAddress
 
 LAYOUT = make_pool(1).layout
 HANDLE = handle_for(3, 5, make_pool(1))
-ON_GPU = m.PoolAddress(
+ON_GPU = PoolAddress(
     kind="cuda_ipc",
     num_blocks=4,
     block_bytes=64,
     host_id="h",
     nonce="n",
-    cuda=m.CudaExport(
+    cuda=CudaExport(
         memory=bytes(range(64)),
         memory_bytes=4352,
         events=(b"\0" * 64, b"\xff" * 64),

@@ -13,15 +13,8 @@ from msgspec import structs
 
 from pagerelay.common.errors import ConfigError, TransferError
 from pagerelay.common.transport.base import Bytes, DeviceBlocks, Peer, TransferBackend
-from pagerelay.common.wire.messages import (
-    Commit,
-    Fetch,
-    LeaseLost,
-    PoolAddress,
-    Ready,
-    Release,
-    Released,
-)
+from pagerelay.common.wire.messages import Commit, Fetch, LeaseLost, Ready, Release, Released
+from pagerelay.common.wire.pools import PoolAddress
 from pagerelay.decode_svc.engine import DecodeEngine, Intake
 from pagerelay.decode_svc.intake import BackendChoice, Fetched, LeaseEnded, fetch_prompt
 
