@@ -113,6 +113,7 @@ class EngineCore(ABC):
         self.written = self.pool.mark_written()
         tokens = sample(logits, samples)
         with self.lock:
+            self.pool.settle()
             self._apply(plan, tokens)
         return True
 

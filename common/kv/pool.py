@@ -32,7 +32,7 @@ class KvPool:
             flat = torch.from_numpy(self.blocks).view(-1)
         else:
             self._device = memory
-            self.blocks = DeviceBlocks(memory.pointer, self.num_blocks, layout.block_bytes)
+            self.blocks = DeviceBlocks(memory.pointer, self.num_blocks, layout.block_bytes, memory)
             flat = memory.tensor()[:used]
         self.tensor = flat.view(DTYPES[layout.dtype]).view(
             self.num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim
@@ -42,3 +42,8 @@ class KvPool:
         """After a step was given to the GPU, on the thread that gave it: the number under which other workers
         can wait for it. ``None`` where a step that has returned is done."""
         return None if self._device is None else self._device.mark_written()
+
+    def settle(self) -> None:
+        """Before blocks of the step that was marked last are given back; see :class:`DeviceMemory`."""
+        if self._device is not None:
+            self._device.settle()

@@ -5,9 +5,9 @@ The fetching side opens a pool once and keeps it open for as long as its owner l
 from that owner's death:
 
 * Mapped memory is only ever the source of a copy, never an operand of attention.
-* Nothing is queued on a stream that waits for another process: the event that says "these blocks are written"
-  is asked, not waited for. A stream that waited for it would hang with its blocks if the owner died, and a
-  cancelled fetch could not give them back. Nearly always it has come to pass when ``Ready`` arrives.
+* No stream waits for another process: its event, which says "these blocks are written", is asked instead.
+  A stream that waited would hang if the owner died, and a cancelled fetch could not give its target blocks
+  back. Nearly always the event has come to pass when ``Ready`` arrives.
 * Before every batch the owner's process is looked at, by a descriptor that cannot mean another process.
 """
 
@@ -152,9 +152,9 @@ class CudaIpcBackend(DirectBackend):
         return self._address
 
     async def frames(self, blocks: Bytes | DeviceBlocks, ids: Sequence[int]) -> list[memoryview]:
-        if self._pool is None or not isinstance(blocks, DeviceBlocks):
+        if not isinstance(blocks, DeviceBlocks):
             return await super().frames(blocks, ids)
-        return await self._staging.frames(blocks, ids, self._pool.last_mark)
+        return await self._staging.frames(blocks, ids)
 
     # ------------------------------------------------------------------ peers' pools
 
@@ -299,7 +299,7 @@ class CudaIpcBackend(DirectBackend):
                 (into.at(target), theirs.at(source), count * size)
                 for source, target, count in runs(sources, targets)
             ]
-            await self._copy(copies)
+            await self._copy(copies, into.memory.settled_mark if into.memory is not None else None)
         finally:
             mapped.fetches -= 1
         return len(sources) * size
@@ -318,11 +318,14 @@ class CudaIpcBackend(DirectBackend):
             spins += 1
             self._check_alive(mapped)
 
-    async def _copy(self, copies: list[tuple[int, int, int]]) -> None:
-        """One batch; returns, raises or is cancelled only when nothing of it runs any more."""
+    async def _copy(self, copies: list[tuple[int, int, int]], after: int | None) -> None:
+        """One batch, after our own GPU's last use of its targets; returns, raises or is cancelled only when
+        nothing of it runs any more."""
         stream, done = self._side_stream(), self._runtime.event_create()
         try:
             try:
+                if after is not None:
+                    self._runtime.stream_wait_event(stream, after)
                 self._runtime.copy_batch_async(copies, stream)
             finally:  # also after an error: some may have been queued
                 self._runtime.event_record(done, stream)
@@ -354,7 +357,7 @@ class CudaIpcBackend(DirectBackend):
             if pool is not None:
                 if self.importers:
                     log.warning(
-                        "%d workers have not closed this pool: its memory is freed with the process",
+                        "this pool is still open in other processes (%d): its memory goes with this one",
                         len(self.importers),
                     )
                 closing.callback(pool.close, free=not self.importers)

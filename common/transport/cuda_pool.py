@@ -11,7 +11,6 @@ import secrets
 from typing import TYPE_CHECKING
 
 from pagerelay.common.errors import CudaError, StartupError
-from pagerelay.common.kv.memory import DeviceBlocks
 from pagerelay.common.transport.cuda_runtime import CudaRuntime
 
 if TYPE_CHECKING:
@@ -24,19 +23,19 @@ afterwards it stands for a later step, and waiting for it takes longer but is ne
 
 
 class CudaPool:
-    """``[num_blocks * block_bytes]`` zeroed bytes. ``mark_written`` belongs to the engine's thread, the rest
-    to the event loop's."""
+    """``[num_blocks * block_bytes]`` zeroed bytes. ``mark_written`` and ``settle`` belong to the
+    engine's thread, the rest to the event loop's."""
 
     def __init__(self, runtime: CudaRuntime, num_blocks: int, block_bytes: int) -> None:
         """Raises :class:`StartupError` with need, have and remedy."""
         self._runtime = runtime
         self.num_bytes = num_blocks * block_bytes
-        self.blocks = DeviceBlocks(0, num_blocks, block_bytes)
         self.nonce = secrets.token_hex(16)
         self._marks: list[int] = []
         self._next = 0
+        # Written by the engine's thread, read by any: each is one assignment.
         self.last_mark: int | None = None
-        """The event of the newest mark, for this process's own streams."""
+        self.settled_mark: int | None = None
         need, (free, total) = self.allocated_bytes, runtime.memory_info()
         try:
             self.pointer = runtime.malloc(need)
@@ -45,7 +44,6 @@ class CudaPool:
                 f"the KV pool needs {need >> 20} MiB of GPU memory and {runtime.device.name} has "
                 f"{free >> 20} of {total >> 20} MiB free: lower cache.kv_memory_mib ({error})"
             ) from error
-        self.blocks = DeviceBlocks(self.pointer, num_blocks, block_bytes)
         try:
             runtime.zero(self.pointer, need)
             self._write_nonce()
@@ -88,6 +86,9 @@ class CudaPool:
         self.last_mark = event
         return index
 
+    def settle(self) -> None:
+        self.settled_mark = self.last_mark
+
     def export(self) -> tuple[bytes, tuple[bytes, ...]]:
         """Handles of the memory and of the marks. Raises :class:`CudaError` where there is no CUDA IPC."""
         try:
@@ -105,7 +106,7 @@ class CudaPool:
         them open, and freeing them then is undefined."""
         marks, self._marks = self._marks, []
         pointer, self.pointer = self.pointer, 0
-        self.last_mark = None
+        self.last_mark = self.settled_mark = None
         if not free:
             return
         for event in marks:

@@ -55,15 +55,14 @@ class PinnedStaging:
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([working])
 
-    async def frames(self, blocks: DeviceBlocks, ids: Sequence[int], after: int | None) -> list[memoryview]:
-        """These blocks as frames for the wire, as they are once the event ``after`` has come to pass."""
-        return [frame.data for frame in await self.run(partial(self.read, blocks, ids, after))]
+    async def frames(self, blocks: DeviceBlocks, ids: Sequence[int]) -> list[memoryview]:
+        """These blocks of our own pool as frames for the wire, as the newest mark leaves them."""
+        return [frame.data for frame in await self.run(partial(self.read, blocks, ids))]
 
-    def read(self, blocks: DeviceBlocks, ids: Sequence[int], after: int | None) -> list[Bytes]:
+    def read(self, blocks: DeviceBlocks, ids: Sequence[int]) -> list[Bytes]:
         """Copies of these blocks, one array each."""
         ring = self._buffers(blocks.block_bytes)
-        if after is not None:
-            self._runtime.stream_wait_event(self._stream, after)
+        self._wait_for(blocks.memory.last_mark if blocks.memory is not None else None)
         due: deque[Buffer] = deque()
         frames: list[Bytes] = []
         try:
@@ -85,8 +84,9 @@ class PinnedStaging:
         return buffer.view[:num_bytes].copy()
 
     def write(self, frames: Sequence[memoryview], blocks: DeviceBlocks, ids: Sequence[int]) -> None:
-        """Puts each frame into its block; returns when all are there."""
+        """Puts each frame into its block of our own pool; returns when all are there."""
         ring = self._buffers(blocks.block_bytes)
+        self._wait_for(blocks.memory.settled_mark if blocks.memory is not None else None)
         try:
             for number, (frame, block) in enumerate(zip(frames, ids, strict=True)):
                 buffer = ring[number % len(ring)]
@@ -96,6 +96,10 @@ class PinnedStaging:
                 self._runtime.event_record(buffer.done, self._stream)
         finally:
             self._runtime.stream_synchronize(self._stream)
+
+    def _wait_for(self, mark: int | None) -> None:
+        if mark is not None:
+            self._runtime.stream_wait_event(self._stream, mark)
 
     def _buffers(self, num_bytes: int) -> list[Buffer]:
         if self._ring and self._ring[0].view.nbytes < num_bytes:

@@ -63,9 +63,9 @@ class TcpBackend(TransferBackend):
         return self._address
 
     async def frames(self, blocks: Bytes | DeviceBlocks, ids: Sequence[int]) -> list[memoryview]:
-        if isinstance(blocks, np.ndarray) or self._staging is None or self._pool is None:
+        if isinstance(blocks, np.ndarray) or self._staging is None:
             return await super().frames(blocks, ids)
-        return await self._staging.frames(blocks, ids, self._pool.last_mark)
+        return await self._staging.frames(blocks, ids)
 
     async def fetch(
         self,

@@ -90,6 +90,31 @@ async def test_a_mark_that_was_not_exported_is_refused(pair: Pair, mark: int) ->
         await pair.fetch([0], [0], written=mark)
 
 
+@pytest.mark.parametrize("way", ["cuda_ipc", "tcp-gpu-by-socket"])
+async def test_blocks_that_are_given_back_are_written_after_their_last_use(
+    make_pair: MakePair, way: str
+) -> None:
+    """A step that the host did not wait for still writes a block that has gone back, and to a fetch."""
+    pair = await make_pair(way)
+    own = pair.into.memory
+    pair.reader_cuda.launch(lambda: pair.target.__setitem__([0, 1], 5))
+    own.mark_written()
+    own.settle()
+    await pair.fetch([2, 3], [0, 1])
+    assert (pair.target[[0, 1]] == pair.source[[2, 3]]).all()
+
+
+async def test_a_fetch_does_not_wait_for_the_step_that_runs(pair: Pair) -> None:
+    own = pair.into.memory
+    own.mark_written()
+    own.settle()
+    pair.reader_cuda.launch(lambda: pair.target.__setitem__(7, 5))
+    own.mark_written()
+    await pair.fetch([2], [0])
+    assert (pair.target[0] == pair.source[2]).all()
+    assert not (pair.target[7] == 5).any(), "it has not even run"
+
+
 async def test_no_stream_of_the_reader_waits_for_the_owner(pair: Pair) -> None:
     await pair.fetch([0], [0], written=queue_writes(pair, 9, 0))
     assert "stream_wait_event" not in pair.reader_cuda.calls

@@ -119,4 +119,4 @@ def seen(memory: Any, blocks: int, block_bytes: int, cuda: FakeCuda | None) -> t
         view = memory.reshape(blocks, block_bytes)
         return view, view
     view = cuda.view(memory.pointer, memory.num_bytes).reshape(blocks, block_bytes)
-    return view, DeviceBlocks(memory.pointer, blocks, block_bytes)
+    return view, DeviceBlocks(memory.pointer, blocks, block_bytes, memory)
