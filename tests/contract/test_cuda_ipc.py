@@ -101,6 +101,7 @@ async def test_blocks_that_are_given_back_are_written_after_their_last_use(
     own.mark_written()
     own.settle()
     await pair.fetch([2, 3], [0, 1])
+    pair.reader_cuda.stream_synchronize(pair.reader_cuda.compute)
     assert (pair.target[[0, 1]] == pair.source[[2, 3]]).all()
 
 
