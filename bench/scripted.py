@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from pagerelay.common.hashing import model_digest
 from pagerelay.common.wire import messages as wire
 from pagerelay.common.wire.codec import Decoder, encode
+from pagerelay.common.wire.pools import PoolAddress
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 1_000_000
@@ -107,7 +108,7 @@ class Worker:
             protocol=wire.PROTOCOL, model_digest=model.digest, dtype="float32", block_size=BLOCK_SIZE,
             num_layers=1, num_kv_heads=1, head_dim=1, vocab_size=model.vocab_size,
         )  # fmt: skip
-        self._pool = wire.PoolAddress(kind="tcp", num_blocks=NUM_BLOCKS, block_bytes=self._layout.block_bytes)
+        self._pool = PoolAddress(kind="tcp", num_blocks=NUM_BLOCKS, block_bytes=self._layout.block_bytes)
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 500)
         self.socket.connect(endpoint)

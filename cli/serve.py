@@ -110,6 +110,9 @@ def choose_ops(config: Config, threads: int) -> Any:
     from pagerelay.kernels.torch_ops import TorchOps
 
     int8 = config.engine.cpu_weights == "int8"
+    if config.engine.device != "cpu":
+        # The pool and the transport know GPUs; the model's kernels for them are the next step.
+        raise StartupError(f"engine.device is {config.engine.device}: the model runs on CPU only so far")
     if config.engine.cpu_ops == "torch":
         if int8:
             raise StartupError(

@@ -64,6 +64,8 @@ class EngineConfig(Section, frozen=True):
     threads: Positive | None = None
     """CPU threads of a worker's model; default: cores divided by the workers of a local cluster, at least
     1."""
+    device: Annotated[str, Meta(pattern=r"^(cpu|cuda(:[0-9]{1,2})?)$")] = "cpu"
+    """Where a worker's KV pool lies: ``cpu``, ``cuda`` (the first GPU visible) or ``cuda:N``."""
     cpu_ops: Literal["auto", "c", "torch"] = "auto"
     """Kernels on CPU: compiled C where a compiler is found (auto), C or an error, or torch's own."""
     cpu_weights: Literal["fp32", "int8"] = "fp32"
@@ -104,7 +106,7 @@ class WorkerConfig(Section, frozen=True):
     advertise_host: str | None = None
     """Address that decode workers are told; default: the one this host uses towards the router."""
     data_port: Port = 0
-    transport: Literal["auto", "shm", "tcp"] = "auto"
+    transport: Literal["auto", "shm", "cuda_ipc", "tcp"] = "auto"
     lease_s: Seconds = 10.0
     """A prompt's KV is kept this long after the last sign of life of the decode worker that wants it."""
     drain_s: Seconds = 20.0
@@ -264,4 +266,10 @@ def load_config(
         raise ConfigError(f"configuration{where}: {error}") from error
     if config.cluster.colocated and (config.cluster.prefill or config.cluster.decode):
         raise ConfigError("cluster: colocated workers do both jobs; drop prefill and decode, or colocated")
+    on_gpu = config.engine.device != "cpu"
+    if config.worker.transport == ("shm" if on_gpu else "cuda_ipc"):
+        raise ConfigError(
+            f"worker.transport is {config.worker.transport}, which cannot carry a pool on engine.device "
+            f"{config.engine.device}: set it to auto, tcp or {'cuda_ipc' if on_gpu else 'shm'}"
+        )
     return config

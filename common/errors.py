@@ -16,6 +16,7 @@
     │   └── DeadlineExceeded         504
     ├── WireError                    a frame that does not decode, or comes from a stranger
     ├── TransferError                a KV block could not be fetched
+    │   └── CudaError                a CUDA call failed, or cannot work here
     └── IllegalMove                  a state machine was asked for a move that is not drawn
 
 Messages are our own words: they name what is wrong, where, and how to fix it, and never carry an exception's
@@ -43,6 +44,10 @@ class WireError(PagerelayError):
 
 class TransferError(PagerelayError):
     """KV blocks could not be fetched; the request recovers elsewhere."""
+
+
+class CudaError(TransferError):
+    """A CUDA call failed, or GPU memory cannot be used here; says which call, and why."""
 
 
 class IllegalMove(PagerelayError):

@@ -21,16 +21,8 @@ import msgspec
 from pagerelay.common.errors import ConfigError, TransferError
 from pagerelay.common.kv.pool import KvPool
 from pagerelay.common.transport.base import TransferBackend
-from pagerelay.common.wire.messages import (
-    Commit,
-    Fetch,
-    LeaseLost,
-    PoolAddress,
-    Ready,
-    Release,
-    Released,
-    ToDecode,
-)
+from pagerelay.common.wire.messages import AboutLease, Commit, Fetch, LeaseLost, Ready, Release, Released
+from pagerelay.common.wire.pools import PoolAddress
 from pagerelay.decode_svc.engine import Intake
 from pagerelay.decode_svc.peers import PeerLink
 
@@ -51,19 +43,24 @@ class Fetched:
 
 
 class BackendChoice:
-    """Which backend fetches from which peer: shared memory where the peer's segment opens here, else TCP."""
+    """Which backend fetches from which peer: the direct one (shared memory or CUDA IPC) where the peer's pool
+    opens here, else TCP."""
 
     def __init__(
-        self, wanted: str, shm: TransferBackend, tcp: TransferBackend, probe: Callable[[PoolAddress], object]
+        self,
+        wanted: str,
+        direct: TransferBackend,
+        tcp: TransferBackend,
+        probe: Callable[[PoolAddress], object],
     ):
         self._wanted = wanted
-        self._shm, self._tcp, self._probe = shm, tcp, probe
+        self._direct, self._tcp, self._probe = direct, tcp, probe
         self._known: dict[str, TransferBackend] = {}
 
     def backend(self, peer: str, pool: PoolAddress) -> tuple[TransferBackend, str | None]:
-        """(backend, why it is not shared memory or ``None``); the reason is given once per peer.
+        """(backend, why it is not the direct one or ``None``); the reason is given once per peer.
 
-        Raises :class:`ConfigError` if shared memory is forced and cannot work.
+        Raises :class:`ConfigError` if the direct one is forced and cannot work.
         """
         if peer in self._known:
             return self._known[peer], None
@@ -72,15 +69,18 @@ class BackendChoice:
         if self._wanted != "tcp":
             try:
                 self._probe(pool)
-                chosen = self._shm
+                chosen = self._direct
             except TransferError as error:
                 reason = str(error)
-                if self._wanted == "shm":
+                if self._wanted != "auto":
                     raise ConfigError(
-                        f"worker.transport is shm, which cannot reach {peer}: {reason}"
+                        f"worker.transport is {self._wanted}, which cannot reach {peer}: {reason}"
                     ) from error
         self._known[peer] = chosen
         return chosen, reason
+
+    def is_known(self, peer: str) -> bool:
+        return peer in self._known
 
 
 async def fetch_prompt(
@@ -118,7 +118,10 @@ async def fetch_prompt(
                 # What was announced twice, because we asked again, is copied once.
                 due = [(i, block) for i, block in enumerate(message.block_ids, message.first) if i in missing]
                 targets = [seq.block_ids[index] for index, _ in due]
-                moved += await backend.fetch(link, lease, [block for _, block in due], pool.blocks, targets)
+                sources = [block for _, block in due]
+                moved += await backend.fetch(
+                    link, lease, sources, pool.blocks, targets, written=message.written
+                )
                 missing.difference_update(index for index, _ in due)
             elif isinstance(message, Commit):
                 if message.num_tokens != seq.num_given:
@@ -145,8 +148,8 @@ async def fetch_prompt(
 
 
 async def _next(
-    news: asyncio.Queue[ToDecode], link: PeerLink, question: Fetch | Release, patience_s: float
-) -> ToDecode:
+    news: asyncio.Queue[AboutLease], link: PeerLink, question: Fetch | Release, patience_s: float
+) -> AboutLease:
     """The lease's next news. When there is none for a while the question is asked again: it, or its answer,
     may have been lost with a connection; asked twice it changes nothing, and it is a sign of life."""
     while True:

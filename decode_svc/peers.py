@@ -14,17 +14,19 @@ from pagerelay.common.errors import TransferError, WireError
 from pagerelay.common.wire.auth import CurveKeys
 from pagerelay.common.wire.codec import Decoder, encode
 from pagerelay.common.wire.messages import (
+    AboutLease,
     Blocks,
+    Detach,
     Fetch,
     KvHandle,
     LeaseLost,
-    PoolAddress,
     Read,
     Release,
     Renew,
     ToDecode,
     ToPrefill,
 )
+from pagerelay.common.wire.pools import PoolAddress
 from pagerelay.common.wire.sockets import MAX_BLOCK_BYTES, ClientSocket, PeerUnreachable
 
 log = logging.getLogger(__name__)
@@ -38,7 +40,7 @@ Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 class Inbox:
     """News about one lease. ``reads``: answers due for blocks asked for over the wire, in the order asked."""
 
-    news: asyncio.Queue[ToDecode] = field(default_factory=asyncio.Queue)
+    news: asyncio.Queue[AboutLease] = field(default_factory=asyncio.Queue)
     reads: list[asyncio.Future[list[memoryview]]] = field(default_factory=list)
 
 
@@ -46,10 +48,16 @@ class PeerLink:
     """The data link to one incarnation of one prefill worker."""
 
     def __init__(
-        self, handle: KvHandle, keys: CurveKeys | None, spawn: Spawn, on_dropped: Callable[[], None]
+        self,
+        handle: KvHandle,
+        keys: CurveKeys | None,
+        spawn: Spawn,
+        on_dropped: Callable[[], None],
+        on_detach: Callable[[PeerLink], None] = lambda _: None,
     ) -> None:
         self.worker_id = handle.worker_id
         self._on_dropped = on_dropped
+        self._on_detach = on_detach
         self.pool: PoolAddress = handle.pool
         self.last_used = 0.0
         self._socket = ClientSocket(
@@ -72,7 +80,7 @@ class PeerLink:
         except PeerUnreachable as error:
             raise TransferError("the prefill worker cannot be reached") from error
 
-    async def open(self, fetch: Fetch) -> asyncio.Queue[ToDecode]:
+    async def open(self, fetch: Fetch) -> asyncio.Queue[AboutLease]:
         """Begins to fetch a lease; its news come through the queue until :meth:`close_lease`."""
         inbox = self._inboxes[fetch.lease] = Inbox()
         try:
@@ -111,6 +119,9 @@ class PeerLink:
                 self._on_dropped()
                 log.warning("dropped a message of %s: %s", self.worker_id, error)
                 continue
+            if isinstance(message, Detach):
+                self._on_detach(self)
+                continue
             inbox = self._inboxes.get(message.lease)
             if inbox is None:
                 continue  # late news about a lease that is no longer ours
@@ -127,12 +138,13 @@ class PeerLink:
                 inbox.reads.clear()
             inbox.news.put_nowait(message)
 
-    async def close(self) -> None:
+    async def close(self, linger_ms: int = 0) -> None:
+        """``linger_ms``: how long what was sent last may take to leave."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         for lease in list(self._inboxes):
             self.close_lease(lease)
-        self._socket.close(linger_ms=0)
+        self._socket.close(linger_ms=linger_ms)
 
 
 class Peers:
@@ -146,8 +158,14 @@ class Peers:
         spawn: Spawn,
         on_dropped: Callable[[], None],
         idle_s: float = 60.0,
+        *,
+        on_detach: Callable[[PeerLink], None] = lambda _: None,
+        keep: Callable[[PoolAddress], bool] = lambda _: False,
     ) -> None:
-        """``spawn`` starts a task whose failure does not go unnoticed."""
+        """``spawn`` starts a task whose failure does not go unnoticed. ``on_detach``: the peer takes its pool
+        back. ``keep``: the link to the owner of this pool stays, however idle it is."""
+        self._on_detach = on_detach
+        self._keep = keep
         self._spawn = spawn
         self._on_dropped = on_dropped
         self._keys = keys
@@ -159,7 +177,7 @@ class Peers:
         link = self._links.get(handle.incarnation)
         if link is None:
             link = self._links[handle.incarnation] = PeerLink(
-                handle, self._keys, self._spawn, self._on_dropped
+                handle, self._keys, self._spawn, self._on_dropped, self._on_detach
             )
         link.last_used = self._clock()
         return link
@@ -167,13 +185,20 @@ class Peers:
     async def close_idle(self) -> list[PeerLink]:
         """Closes and returns the links that nobody has used lately: mostly those of workers that are gone."""
         now = self._clock()
-        old = [key for key, link in self._links.items() if link.idle and now - link.last_used > self._idle_s]
+        old = [
+            key
+            for key, link in self._links.items()
+            if link.idle and now - link.last_used > self._idle_s and not self._keep(link.pool)
+        ]
         closed = [self._links.pop(key) for key in old]
         for link in closed:
             await link.close()
         return closed
 
-    async def close(self) -> None:
+    def links(self) -> list[PeerLink]:
+        return list(self._links.values())
+
+    async def close(self, linger_ms: int = 0) -> None:
         for link in self._links.values():
-            await link.close()
+            await link.close(linger_ms)
         self._links.clear()

@@ -9,22 +9,26 @@ from functools import partial
 from pagerelay.common.config import Config
 from pagerelay.common.engine.sequence import Sequence
 from pagerelay.common.errors import ConfigError, TransferError
-from pagerelay.common.service.build import Parts
+from pagerelay.common.service.build import Parts, direct_backend
 from pagerelay.common.service.worker import Worker
-from pagerelay.common.transport.shm import ShmBackend
+from pagerelay.common.transport.base import TransferBackend
+from pagerelay.common.transport.cuda_ipc import CudaIpcBackend
 from pagerelay.common.transport.tcp import TcpBackend
 from pagerelay.common.wire.auth import CurveKeys
 from pagerelay.common.wire.messages import (
+    Attach,
     DecodeJob,
+    Detached,
     KvHandle,
     Load,
     Message,
     Role,
     ToWorker,
 )
+from pagerelay.common.wire.sockets import LINGER_MS
 from pagerelay.decode_svc.engine import DecodeEngine, Intake
 from pagerelay.decode_svc.intake import BackendChoice, LeaseEnded, fetch_prompt
-from pagerelay.decode_svc.peers import Peers
+from pagerelay.decode_svc.peers import PeerLink, Peers
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +43,18 @@ class DecodeWorker(Worker):
             self.role = "colocated"
         super().__init__(config, keys, parts)
         self.engine: DecodeEngine = DecodeEngine(parts.runner, parts.facts, parts.pool, parts.limits)
-        shm = parts.backend if isinstance(parts.backend, ShmBackend) else ShmBackend()
-        self._backends = (shm, TcpBackend(config.worker.tcp_window_blocks))
-        self._choice = BackendChoice(config.worker.transport, *self._backends, probe=shm.attach)
-        self._shm = shm
-        self._peers = Peers(keys, self.clock, self.task, self.message_dropped)
+        self._direct = direct_backend(parts)
+        self._backends = (self._direct, TcpBackend(config.worker.tcp_window_blocks, parts.cuda))
+        self._choice = BackendChoice(config.worker.transport, *self._backends, probe=self._direct.attach)
+        self._peers = Peers(
+            keys,
+            self.clock,
+            self.task,
+            self.message_dropped,
+            on_detach=self._recalled,
+            keep=self._direct.holds,
+        )
+        self._detaching: set[asyncio.Task[None]] = set()
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._renewed_at = 0.0
 
@@ -56,9 +67,27 @@ class DecodeWorker(Worker):
         for task in self._fetches.values():
             task.cancel()
         await asyncio.gather(*self._fetches.values(), return_exceptions=True)
-        await self._peers.close()
+        await asyncio.gather(*(self._detach(link) for link in self._peers.links()))
+        await self._peers.close(LINGER_MS if isinstance(self._direct, CudaIpcBackend) else 0)
         for backend in {*self._backends, self.parts.backend}:
             backend.close()
+
+    def _recalled(self, link: PeerLink) -> None:
+        task = self.task(self._detach(link))
+        self._detaching.add(task)
+        task.add_done_callback(self._detaching.discard)
+
+    async def _detach(self, link: PeerLink) -> None:
+        """Closes the peer's pool here and says so, so that its owner may free it."""
+        if isinstance(self._direct, CudaIpcBackend) and link.pool.kind == self._direct.name:
+            await self._direct.detach(link.pool)
+            await self._tell_detached(link)
+
+    async def _tell_detached(self, link: PeerLink) -> None:
+        try:
+            await link.send(Detached())
+        except TransferError as error:
+            log.debug("%s was not told that its pool is closed: %s", link.worker_id, error)
 
     async def send_to_peer(self, peer: bytes, message: Message) -> None:
         raise TransferError("a decode worker has no peers that dial it")
@@ -94,13 +123,11 @@ class DecodeWorker(Worker):
             difference = self.parts.layout.difference(handle.layout)
             if difference is not None:
                 raise ConfigError(f"the prefill worker does not match: {difference}")
-            backend, reason = self._choice.backend(handle.incarnation, handle.pool)
-            if reason is not None:
-                log.warning("fetching from %s over tcp, not shared memory: %s", handle.worker_id, reason)
-                self.counters.fallbacks += 1
+            link = self._peers.link(handle)
+            backend = await self._backend(handle, link)
             fetched = await fetch_prompt(
                 intake,
-                self._peers.link(handle),
+                link,
                 backend,
                 self.parts.pool,
                 patience_s=self.config.worker.lease_s / 4,
@@ -119,6 +146,23 @@ class DecodeWorker(Worker):
             self.engine.fetched(
                 seq, fetched.first_token, fetched.transport, fetched.num_bytes, fetched.handover_s
             )
+
+    async def _backend(self, handle: KvHandle, link: PeerLink) -> TransferBackend:
+        """Chosen at the first fetch from a peer. Raises ConfigError where a forced one cannot work."""
+        # The owner of a pool in GPU memory must know of those that open it before they do.
+        opens = handle.pool.kind == CudaIpcBackend.name == self._direct.name
+        opens = opens and not self._choice.is_known(handle.incarnation)
+        if opens:
+            await link.send(Attach())
+        try:
+            backend, reason = self._choice.backend(handle.incarnation, handle.pool)
+        finally:
+            if opens and not self._direct.holds(handle.pool):
+                await self._tell_detached(link)
+        if reason is not None:
+            log.warning("fetching from %s over tcp, not %s: %s", handle.worker_id, self._direct.name, reason)
+            self.counters.fallbacks += 1
+        return backend
 
     def _count(self, seq: Sequence, from_block: int, transport: str, num_blocks: int, num_bytes: int) -> None:
         counters = self.counters
@@ -150,8 +194,8 @@ class DecodeWorker(Worker):
                 log.debug("could not renew leases on %s: %s", handle.worker_id, error)
 
     async def _forget_idle_peers(self) -> None:
+        self._direct.detach_gone()
         await self._peers.close_idle()
-        self._shm.detach_gone()
 
     # ------------------------------------------------------------------ routers
 

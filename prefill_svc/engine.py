@@ -220,7 +220,10 @@ class PrefillEngine(EngineCore):
         if ready > lease.announced:
             ids = lease.seq.block_ids[lease.announced : ready]
             self._outbox.to_peer.append(
-                (lease.peer, Ready(lease=lease.id, first=lease.announced, block_ids=ids))
+                (
+                    lease.peer,
+                    Ready(lease=lease.id, first=lease.announced, block_ids=ids, written=self.written),
+                )
             )
             lease.announced = ready
         if lease.first_token is not None:

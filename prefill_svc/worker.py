@@ -15,11 +15,15 @@ from pagerelay.common.config import Config
 from pagerelay.common.errors import WireError
 from pagerelay.common.service.build import Parts
 from pagerelay.common.service.worker import Worker
+from pagerelay.common.transport.cuda_ipc import CudaIpcBackend
 from pagerelay.common.wire import address
 from pagerelay.common.wire.auth import CurveKeys
 from pagerelay.common.wire.codec import Decoder, encode
 from pagerelay.common.wire.messages import (
+    Attach,
     Blocks,
+    Detach,
+    Detached,
     Fetch,
     FirstToken,
     KvHandle,
@@ -38,6 +42,9 @@ from pagerelay.common.wire.sockets import PeerUnreachable, ServerSocket
 from pagerelay.prefill_svc.engine import PrefillEngine
 
 log = logging.getLogger(__name__)
+
+RECALL_S = 2.0
+"""Longest wait at the end for those that have our GPU memory open."""
 _decode: Decoder[ToPrefill] = Decoder(ToPrefill)
 
 
@@ -84,10 +91,32 @@ class PrefillWorker(Worker):
         self._serving = self.task(self._serve())
 
     async def stop_data_link(self) -> None:
+        await self._recall_pool()
         if self._serving is not None:
             self._serving.cancel()
         self._data.close()
         self.parts.backend.close()
+
+    async def _recall_pool(self) -> None:
+        """Whoever has our GPU memory open is asked to close it: freeing it before is undefined."""
+        exported = self.parts.backend
+        if not isinstance(exported, CudaIpcBackend):
+            return
+        for peer in list(exported.importers):
+            try:
+                await self._data.send(peer, encode(Detach()))
+            except PeerUnreachable:
+                exported.importers.discard(peer)  # it is gone, and what it had open with it
+        deadline = self.clock() + RECALL_S
+        while exported.importers and self.clock() < deadline:
+            await asyncio.sleep(0.01)
+
+    def _note_importer(self, peer: bytes, message: Attach | Detached) -> None:
+        if isinstance(self.parts.backend, CudaIpcBackend):
+            if isinstance(message, Attach):
+                self.parts.backend.importers.add(peer)
+            else:
+                self.parts.backend.importers.discard(peer)
 
     async def _serve(self) -> None:
         while True:
@@ -101,6 +130,9 @@ class PrefillWorker(Worker):
             if isinstance(message, Read):
                 await self._send_blocks(peer, message)
                 continue
+            if isinstance(message, Attach | Detached):
+                self._note_importer(peer, message)
+                continue
             if isinstance(message, Fetch):
                 self.engine.fetch(peer, message, self.clock())
             elif isinstance(message, Renew):
@@ -111,8 +143,8 @@ class PrefillWorker(Worker):
             self.flush()
 
     async def _send_blocks(self, peer: bytes, message: Read) -> None:
-        """Sends blocks from the pool without a copy: the lease keeps them, and a copy made of a block that
-        was given up meanwhile never counts, because its lease is not confirmed."""
+        """Sends blocks straight from the pool (from host memory without a copy): the lease keeps them, and a
+        copy made of a block that was given up meanwhile never counts, because its lease is not confirmed."""
         if not self.engine.may_read(peer, message.lease, message.block_ids, self.clock()):
             await self.send_to_peer(
                 peer, LeaseLost(lease=message.lease, reason="there is no such lease any more", ended=True)
@@ -120,7 +152,7 @@ class PrefillWorker(Worker):
             return
         header = encode(Blocks(lease=message.lease, block_ids=message.block_ids))
         try:
-            blocks = [memoryview(self.parts.pool.blocks[block]) for block in message.block_ids]
+            blocks = await self.parts.backend.frames(self.parts.pool.blocks, message.block_ids)
             await self._data.send(peer, header, *blocks, copy=False)
         except PeerUnreachable:
             self.message_dropped()

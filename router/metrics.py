@@ -158,7 +158,7 @@ def _counters(total: Counters) -> Iterator[Metric]:
         (
             "pagerelay_transport_fallbacks",
             total.fallbacks,
-            "Peers reached over tcp although shm was preferred",
+            "Peers reached over tcp although shm or cuda_ipc was preferred",
         ),
         (
             "pagerelay_worker_dropped_messages",

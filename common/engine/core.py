@@ -78,6 +78,8 @@ class EngineCore(ABC):
             on_short=self._short,
         )
         self.stats = StepStats()
+        self.written: int | None = None
+        """The pool's newest mark: what all steps until now have written has its number, or an older one."""
         self._outbox = Outbox()
         self._by_request: dict[str, Sequence] = {}
         self._in_step: list[Sequence] = []
@@ -108,8 +110,10 @@ class EngineCore(ABC):
         with self.lock:
             batch, samples = self._build(plan)
         logits = self._runner.run(batch, self.pool.tensor)
+        self.written = self.pool.mark_written()
         tokens = sample(logits, samples)
         with self.lock:
+            self.pool.settle()
             self._apply(plan, tokens)
         return True
 

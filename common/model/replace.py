@@ -127,6 +127,7 @@ _PLAIN_NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"
 _SILU_MLPS = {"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "SmolLM3MLP"}
 # Plain rotary attention: nothing between the projections, the embedding and the scores.
 _ROTARY_ATTENTIONS = {"LlamaAttention", "MistralAttention", "Qwen2Attention"}
+_WHOLES = _ROTARY_ATTENTIONS | _SILU_MLPS
 # Norm, attention, sum, norm, MLP, sum, and nothing else.
 _PLAIN_LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer"}
 
@@ -176,14 +177,15 @@ def use_ops(model: nn.Module, ops: PagedOps) -> nn.Module:
         return model
     packer = _Packer(model, ops)
     # Large ones first: a weight is held twice while it is packed, and then little else is held yet.
-    whole: Any = model
-    for parent, name, child in _children(model):
-        if type(child) is nn.Linear and child is whole.get_output_embeddings():
+    wholes = [child for _, _, child in _children(model) if type(child).__name__ in _WHOLES]
+    inside = {id(part) for whole in wholes for part in whole.modules()}
+    for parent, name, child in sorted(_children(model), key=_weight_bytes, reverse=True):
+        if type(child) is nn.Linear and id(child) not in inside:
             setattr(parent, name, packer.linear(child))
     for parent, name, child in _children(model):
         if (fused := _fused(child, packer, ops)) is not None:
             setattr(parent, name, fused)
-    for parent, name, child in _children(model):  # what was not part of a whole that is known
+    for parent, name, child in _children(model):  # of wholes that were not quite as they should be
         if type(child) is nn.Linear:
             setattr(parent, name, packer.linear(child))
     for parent, name, child in _children(model):  # the linears that an embedding may be tied to are known now
@@ -245,6 +247,11 @@ def _same_bias(*linears: nn.Linear) -> bool:
 
 def _has_bias(linear: nn.Module) -> bool:
     return getattr(linear, "bias", None) is not None
+
+
+def _weight_bytes(found: tuple[nn.Module, str, nn.Module]) -> int:
+    child = found[2]
+    return child.weight.nbytes if isinstance(child, nn.Linear) else 0
 
 
 def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:

@@ -24,13 +24,20 @@ import numpy as np
 
 from pagerelay.common.errors import StartupError, TransferError
 from pagerelay.common.segments import FOLDER, NAME, sweep_dead_segments
-from pagerelay.common.transport.base import Bytes, Peer, TransferBackend, host_id
-from pagerelay.common.wire.messages import PoolAddress
+from pagerelay.common.transport.base import (
+    Bytes,
+    DeviceBlocks,
+    DirectBackend,
+    Peer,
+    check_blocks,
+    host_id,
+)
+from pagerelay.common.wire.pools import PoolAddress
 
 HEADER_BYTES = 4096
 
 
-class ShmBackend(TransferBackend):
+class ShmBackend(DirectBackend):
     name: ClassVar[str] = "shm"
 
     def __init__(self) -> None:
@@ -128,13 +135,18 @@ class ShmBackend(TransferBackend):
             del self._peers[segment]
 
     async def fetch(
-        self, peer: Peer, lease: int, sources: Sequence[int], into: Bytes, targets: Sequence[int]
+        self,
+        peer: Peer,
+        lease: int,
+        sources: Sequence[int],
+        into: Bytes | DeviceBlocks,
+        targets: Sequence[int],
+        written: int | None = None,
     ) -> int:
+        if not isinstance(into, np.ndarray):
+            raise TransferError("shared memory is not copied into GPU memory")
         blocks = self.attach(peer.pool)
-        if sources and not 0 <= min(sources) <= max(sources) < len(blocks):
-            raise TransferError("the peer announced a block that its pool does not have")
-        if blocks.shape[1] != into.shape[1]:
-            raise TransferError(f"the peer's blocks have {blocks.shape[1]} bytes, ours {into.shape[1]}")
+        check_blocks(sources, len(blocks), blocks.shape[1], into.shape[1])
         # numpy copies without the interpreter lock, so decoding goes on meanwhile.
         copying = asyncio.get_running_loop().run_in_executor(
             self._copier, self._copy, blocks, sources, into, targets

@@ -5,8 +5,8 @@ link               messages
 =================  ============================================================================
 worker → router    Hello, Heartbeat, PrefillStarted, FirstToken, Tokens, Preempted, Failed, Goodbye
 router → worker    Welcome, Refused, Beat, Drain, PrefillJob, DecodeJob, Abort
-D → P              Fetch, Read, Renew, Release
-P → D              Ready, Blocks (+ one raw frame a block), Commit, Released, LeaseLost
+D → P              Fetch, Read, Renew, Release, Attach, Detached
+P → D              Ready, Blocks (+ one raw frame a block), Commit, Released, LeaseLost, Detach
 =================  ============================================================================
 
 Ids are made by the router and never by a client: ``request_id`` names one choice of one HTTP request,
@@ -20,7 +20,9 @@ from typing import Literal
 
 from msgspec import Struct, field
 
-PROTOCOL = 1
+from pagerelay.common.wire.pools import PoolAddress
+
+PROTOCOL = 2
 
 Role = Literal["prefill", "decode", "colocated"]
 FinishReason = Literal["stop", "length"]
@@ -83,22 +85,6 @@ class Layout(Struct, frozen=True, kw_only=True):
         return None
 
 
-class PoolAddress(Struct, frozen=True, kw_only=True):
-    """Where a pool's bytes can be read. ``kind`` "shm": a segment name under /dev/shm; "tcp": the data
-    endpoint alone.
-
-    ``host_id`` is the kernel's boot id and ``nonce`` stands in the segment's header: a reader proves that it
-    has opened the right memory before it trusts a byte of it.
-    """
-
-    kind: Literal["shm", "tcp"]
-    num_blocks: int
-    block_bytes: int
-    host_id: str = ""
-    segment: str = ""
-    nonce: str = ""
-
-
 class KvHandle(Struct, frozen=True, kw_only=True):
     """A lease on the KV of one prompt on a prefill worker; all a decode worker needs to fetch it."""
 
@@ -144,8 +130,7 @@ class TokenDelta(Struct, frozen=True, kw_only=True, gc=False):
     finish_reason: FinishReason | None = None
 
 
-# ------------------------------------------------------------------------------------------------ worker →
-# router
+# ------------------------------------------------------------------------------------- worker → router
 
 
 class Hello(Message, frozen=True):
@@ -184,7 +169,7 @@ class Counters(Struct, kw_only=True):
     """By transport in use."""
     fetched_bytes: dict[str, int] = field(default_factory=dict)
     fallbacks: int = 0
-    """Fetches that had to use tcp although automatic choice would have preferred shared memory."""
+    """Peers reached over tcp although automatic choice would have preferred shared memory or CUDA IPC."""
 
 
 class Heartbeat(Message, frozen=True):
@@ -243,8 +228,7 @@ class Goodbye(Message, frozen=True):
     pass
 
 
-# ------------------------------------------------------------------------------------------------ router →
-# worker
+# ------------------------------------------------------------------------------------- router → worker
 
 
 class Welcome(Message, frozen=True):
@@ -327,15 +311,28 @@ class Release(Message, frozen=True):
     received: bool
 
 
+class Attach(Message, frozen=True):
+    """CUDA IPC only: I am about to open your pool; it stays until I say ``Detached``, or am gone."""
+
+
+class Detached(Message, frozen=True):
+    """Your pool is closed here, or could not be opened."""
+
+
 # ------------------------------------------------------------------------------------------------ P → D
 
 
 class Ready(Message, frozen=True):
-    """Blocks ``first .. first + len(block_ids)`` of the prompt are final and may be read."""
+    """Blocks ``first .. first + len(block_ids)`` of the prompt are final and may be read.
+
+    A GPU may still be at work on them: then they are final once the pool's event number ``written`` has come
+    to pass.
+    """
 
     lease: int
     first: int
     block_ids: list[int]
+    written: int | None = None
 
 
 class Blocks(Message, frozen=True):
@@ -365,9 +362,14 @@ class LeaseLost(Message, frozen=True):
     """True: nothing went wrong, the request has ended on P or was taken back."""
 
 
+class Detach(Message, frozen=True):
+    """CUDA IPC only: this worker ends, close its pool now."""
+
+
 ToRouter = (
     Hello | Heartbeat | PrefillStarted | FirstToken | Tokens | HandedOver | Preempted | Failed | Goodbye
 )
 ToWorker = Welcome | Refused | Beat | Drain | PrefillJob | DecodeJob | Abort
-ToPrefill = Fetch | Read | Renew | Release
-ToDecode = Ready | Blocks | Commit | Released | LeaseLost
+ToPrefill = Fetch | Read | Renew | Release | Attach | Detached
+AboutLease = Ready | Blocks | Commit | Released | LeaseLost
+ToDecode = AboutLease | Detach

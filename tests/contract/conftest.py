@@ -1,82 +1,42 @@
-"""Pairs of transfer backends with a link between them: every way of blocks from one pool to another."""
+"""Pairs of transfer backends, closed after each test; on GPUs nothing may be left open then."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 from engines import handle_for, make_pool
-from ferry import serve_blocks, stop
+from fake_cuda import FakeCuda, Machine
 from msgspec import structs
+from transports import LEASE, WAYS, HandLink, Pair, gpus, make_backend, seen, serve_blocks, stop
 
-from pagerelay.common.errors import TransferError
-from pagerelay.common.transport.base import Bytes, Peer, TransferBackend
-from pagerelay.common.transport.shm import ShmBackend
-from pagerelay.common.transport.tcp import TcpBackend
-from pagerelay.common.wire.messages import Fetch, PoolAddress
+from pagerelay.common.transport.base import Peer, TransferBackend
+from pagerelay.common.wire.messages import Fetch
 from pagerelay.common.wire.sockets import ServerSocket
 from pagerelay.decode_svc.peers import PeerLink
-
-WAYS = ("shm", "tcp-by-hand", "tcp-by-socket")
-LEASE = 1
-
-
-class HandLink:
-    """The owner's side of ``Read`` without a socket. ``pool`` may lie, as a peer might."""
-
-    def __init__(self, pool: PoolAddress, blocks: Bytes) -> None:
-        self.pool = pool
-        self.blocks = blocks
-        self.in_flight = 0
-        self.most_in_flight = 0
-        self.gate = asyncio.Event()
-        """While it is clear, nobody gets an answer."""
-        self.gate.set()
-        self.lost: str | None = None
-
-    async def read(self, lease: int, block_ids: Sequence[int]) -> list[memoryview]:
-        self.in_flight += len(block_ids)
-        self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        try:
-            await asyncio.sleep(0)
-            await self.gate.wait()
-            if self.lost is not None:
-                raise TransferError(self.lost)
-            if not set(block_ids) <= set(range(len(self.blocks))):
-                raise TransferError("no such lease")
-            return [memoryview(self.blocks[block].tobytes()) for block in block_ids]
-        finally:
-            self.in_flight -= len(block_ids)
-
-
-@dataclass
-class Pair:
-    """``source`` and ``target``: uint8 [blocks, block_bytes], the source full of random bytes."""
-
-    owner: TransferBackend
-    reader: TransferBackend
-    source: Bytes
-    target: Bytes
-    peer: Peer
-
-    async def fetch(self, sources: list[int], targets: list[int]) -> int:
-        return await self.reader.fetch(self.peer, LEASE, sources, self.target, targets)
-
-
-def make_backend(way: str, window: int = 4) -> TransferBackend:
-    return ShmBackend() if way == "shm" else TcpBackend(window)
-
 
 MakePair = Callable[..., Any]
 
 
 @pytest.fixture
-async def make_pair() -> AsyncIterator[MakePair]:
+def machine() -> Iterator[Machine]:
+    """Checked for leaks and misuse when everything of the test is closed."""
+    made = Machine()
+    yield made
+    made.check()
+
+
+def close_unless_killed(owner: TransferBackend, cuda: FakeCuda | None) -> None:
+    if cuda is None or cuda.alive:
+        owner.close()
+
+
+@pytest.fixture
+async def make_pair(machine: Machine) -> AsyncIterator[MakePair]:
     """``await make_pair(way, blocks=8, block_bytes=64, window=4)`` → :class:`Pair`, closed afterwards."""
     async with AsyncExitStack() as stack:
 
@@ -87,19 +47,23 @@ async def make_pair() -> AsyncIterator[MakePair]:
             window: int = 4,
             reader_block_bytes: int | None = None,
         ) -> Pair:
-            owner, reader = make_backend(way), make_backend(way, window)
-            stack.callback(owner.close)
+            owner_cuda, reader_cuda = (None if gpu is None else machine.process(gpu) for gpu in gpus(way))
+            owner, reader = make_backend(way, 4, owner_cuda), make_backend(way, window, reader_cuda)
+            stack.callback(close_unless_killed, owner, owner_cuda)
             stack.callback(reader.close)
-            source = owner.allocate(blocks, block_bytes).reshape(blocks, block_bytes)
+            memory = owner.allocate(blocks, block_bytes)
+            source, from_ = seen(memory, blocks, block_bytes, owner_cuda)
             source[:] = np.random.default_rng(1).integers(0, 256, source.shape, dtype=np.uint8)
             theirs = reader_block_bytes or block_bytes
-            target = reader.allocate(blocks, theirs).reshape(blocks, theirs)
-            peer: Peer = HandLink(owner.address(), source)
-            if way == "tcp-by-socket":
+            target, into = seen(reader.allocate(blocks, theirs), blocks, theirs, reader_cuda)
+            peer: Peer = HandLink(owner.address(), owner, from_)
+            if way.endswith("by-socket"):
                 server = ServerSocket(None)
                 stack.callback(server.close)
                 port = server.bind("127.0.0.1", 0, "worker.data_host")
-                stack.push_async_callback(stop, asyncio.create_task(serve_blocks(server, source)))
+                stack.push_async_callback(
+                    stop, asyncio.create_task(serve_blocks(server, owner, from_, blocks))
+                )
                 pool = make_pool(2)
                 handle = structs.replace(
                     handle_for(LEASE, 1, pool), data_endpoint=f"tcp://127.0.0.1:{port}", pool=owner.address()
@@ -109,7 +73,7 @@ async def make_pair() -> AsyncIterator[MakePair]:
                 fetch = Fetch(lease=LEASE, incarnation=handle.incarnation, from_block=0, layout=pool.layout)
                 await link.open(fetch)
                 peer = link
-            return Pair(owner, reader, source, target, peer)
+            return Pair(owner, reader, source, target, into, peer, owner_cuda, reader_cuda, memory)
 
         yield make
 

@@ -18,7 +18,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_cuda import Machine
 from msgspec import json, structs
+from transports import gpus, make_backend, seen
 
 from pagerelay.common import segments
 from pagerelay.common.errors import StartupError, TransferError
@@ -26,7 +28,7 @@ from pagerelay.common.transport import shm as shm_module
 from pagerelay.common.transport.base import Bytes, TransferBackend
 from pagerelay.common.transport.shm import ShmBackend
 from pagerelay.common.transport.tcp import TcpBackend
-from pagerelay.common.wire.messages import PoolAddress
+from pagerelay.common.wire.pools import PoolAddress
 
 SHM = Path("/dev/shm")
 MakePair = Callable[..., Any]
@@ -100,10 +102,11 @@ async def test_a_blocks_own_size_of_one_byte_does_not_spread(way: str, make_pair
     assert (pair.target == 0).all()
 
 
-def test_a_pool_is_zeroed_writable_and_of_the_size_asked_for(way: str) -> None:
-    backend: TransferBackend = ShmBackend() if way == "shm" else TcpBackend(4)
+def test_a_pool_is_zeroed_writable_and_of_the_size_asked_for(way: str, machine: Machine) -> None:
+    cuda = machine.process() if gpus(way)[0] is not None else None
+    backend = make_backend(way, 4, cuda)
     try:
-        memory = backend.allocate(5, 4096)
+        memory = seen(backend.allocate(5, 4096), 5, 4096, cuda)[0].reshape(-1)
         assert memory.shape == (5 * 4096,)
         assert memory.dtype == np.uint8
         assert not memory.any()
@@ -149,7 +152,7 @@ CHILD = """
 import os, sys, time
 import msgspec
 from pagerelay.common.transport.shm import ShmBackend
-from pagerelay.common.wire.messages import PoolAddress
+from pagerelay.common.wire.pools import PoolAddress
 
 backend = ShmBackend()
 if sys.argv[1] == "own":

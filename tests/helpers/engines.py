@@ -14,7 +14,8 @@ from pagerelay.common.kv.pool import KvPool
 from pagerelay.common.model.batch import Batch
 from pagerelay.common.model.runner import ModelFacts
 from pagerelay.common.transport.base import TransferBackend
-from pagerelay.common.wire.messages import DecodeJob, KvHandle, PoolAddress, PrefillJob, SamplingParams
+from pagerelay.common.wire.messages import DecodeJob, KvHandle, PrefillJob, SamplingParams
+from pagerelay.common.wire.pools import PoolAddress
 from pagerelay.decode_svc.engine import DecodeEngine
 from pagerelay.prefill_svc.engine import PrefillEngine
 

@@ -11,37 +11,16 @@ from typing import Any
 
 from engines import handle_for, make_pool
 from msgspec import structs
+from transports import serve_blocks, stop
 
 from pagerelay.common.model.runner import ModelFacts
-from pagerelay.common.transport.base import Bytes, Peer, TransferBackend
+from pagerelay.common.transport.base import Peer, TransferBackend
 from pagerelay.common.transport.shm import ShmBackend
 from pagerelay.common.transport.tcp import TcpBackend
-from pagerelay.common.wire.codec import Decoder, encode
-from pagerelay.common.wire.messages import Blocks, Fetch, LeaseLost, PoolAddress, Read, ToPrefill
+from pagerelay.common.wire.messages import Fetch
+from pagerelay.common.wire.pools import PoolAddress
 from pagerelay.common.wire.sockets import ServerSocket
 from pagerelay.decode_svc.peers import PeerLink
-
-
-async def serve_blocks(server: ServerSocket, blocks: Bytes) -> None:
-    """A prefill worker's answer to Read, as far as bytes go."""
-    decode: Decoder[ToPrefill] = Decoder(ToPrefill)
-    while True:
-        peer, frames = await server.receive()
-        message = decode(frames[0])
-        if not isinstance(message, Read):
-            continue
-        if not set(message.block_ids) <= set(range(len(blocks))):
-            await server.send(peer, encode(LeaseLost(lease=message.lease, reason="no such lease")))
-            continue
-        header = encode(Blocks(lease=message.lease, block_ids=message.block_ids))
-        await server.send(
-            peer, header, *(memoryview(blocks[block]) for block in message.block_ids), copy=False
-        )
-
-
-async def stop(task: asyncio.Task[Any]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 @dataclass(frozen=True)
@@ -77,7 +56,9 @@ class Ferry:
         server = ServerSocket(None)
         self._open.callback(server.close)
         port = server.bind("127.0.0.1", 0, "worker.data_host")
-        serving = asyncio.create_task(serve_blocks(server, self.source.blocks))
+        serving = asyncio.create_task(
+            serve_blocks(server, self._backends[0], self.source.blocks, self.source.num_blocks)
+        )
         self._open.push_async_callback(stop, serving)
         handle = structs.replace(
             handle_for(1, 1, self.source), data_endpoint=f"tcp://127.0.0.1:{port}", pool=pool

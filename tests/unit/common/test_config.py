@@ -121,6 +121,9 @@ def test_every_setting_can_be_set_by_flag_and_by_environment() -> None:
         ("router: {stall_timeout_s: .inf}\n", "$.router.stall_timeout_s"),
         ("router: {stall_timeout_s: -1}\n", "$.router.stall_timeout_s"),
         ("worker: {transport: rdma}\n", "$.worker.transport"),
+        ("engine: {device: gpu}\n", "$.engine.device"),
+        ("engine: {device: 'cuda:'}\n", "$.engine.device"),
+        ("engine: {device: 'cuda:-1'}\n", "$.engine.device"),
         ("engine: []\n", "$.engine"),
         ("log_level: loud\n", "$.log_level"),
         ("engine: {threads: 1}\nengine: {threads: 2}\n", "'engine' stands twice"),
@@ -136,6 +139,16 @@ def test_a_bad_file_is_refused_with_file_and_place(tmp_path: Path, text: str, na
     message = refused(file)
     assert named in message
     assert file in message
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:15"])
+def test_a_gpu_and_a_way_that_carries_its_memory(device: str) -> None:
+    for transport in ("auto", "cuda_ipc", "tcp"):
+        config = load_config(flags={"engine.device": device, "worker.transport": transport}, environ={})
+        assert (config.engine.device, config.worker.transport) == (device, transport)
+    message = refused(flags={"engine.device": device, "worker.transport": "shm"})
+    assert f"shm, which cannot carry a pool on engine.device {device}: set it to auto, tcp or" in message
+    assert "tcp or shm" in refused(flags={"worker.transport": "cuda_ipc"})
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

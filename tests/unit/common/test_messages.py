@@ -11,9 +11,25 @@ from engines import handle_for, make_pool
 from pagerelay.common.errors import WireError
 from pagerelay.common.wire import messages as m
 from pagerelay.common.wire.codec import MAX_CONTROL_BYTES, Decoder, encode
+from pagerelay.common.wire.pools import CudaExport, PoolAddress
 
 LAYOUT = make_pool(1).layout
 HANDLE = handle_for(3, 5, make_pool(1))
+ON_GPU = PoolAddress(
+    kind="cuda_ipc",
+    num_blocks=4,
+    block_bytes=64,
+    host_id="h",
+    nonce="n",
+    cuda=CudaExport(
+        memory=bytes(range(64)),
+        memory_bytes=4352,
+        events=(b"\0" * 64, b"\xff" * 64),
+        device_uuid="GPU-1",
+        pid=2,
+        pid_namespace=2**32,
+    ),
+)
 DELTA = m.TokenDelta(request_id="r", attempt=1, index=4, token=7, finish_reason="stop")
 SAMPLING = m.SamplingParams(
     max_tokens=5,
@@ -77,7 +93,7 @@ LINKS: list[tuple[str, Any, list[m.Message]]] = [
             m.Beat(),
             m.Drain(),
             m.PrefillJob(**JOB),
-            m.DecodeJob(**JOB, handle=HANDLE),
+            m.DecodeJob(**JOB, handle=msgspec.structs.replace(HANDLE, pool=ON_GPU)),
             m.Abort(request_id="r", attempt=1),
         ],
     ),
@@ -89,17 +105,20 @@ LINKS: list[tuple[str, Any, list[m.Message]]] = [
             m.Read(lease=1, block_ids=[1, 2]),
             m.Renew(leases=[1, 2]),
             m.Release(lease=1, received=True),
+            m.Attach(),
+            m.Detached(),
         ],
     ),
     (
         "to a decode worker",
         m.ToDecode,
         [
-            m.Ready(lease=1, first=0, block_ids=[3]),
+            m.Ready(lease=1, first=0, block_ids=[3], written=2),
             m.Blocks(lease=1, block_ids=[3]),
             m.Commit(lease=1, num_tokens=5, first_token=6),
             m.Released(lease=1, ok=False),
             m.LeaseLost(lease=1, reason="gone", ended=True),
+            m.Detach(),
         ],
     ),
 ]

@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 import torch
 from engines import make_pool
+from fake_cuda import Machine
 
 from pagerelay.common.engine.core import check_fits
 from pagerelay.common.errors import StartupError
+from pagerelay.common.kv.memory import DeviceBlocks
 from pagerelay.common.kv.pool import KvPool
+from pagerelay.common.transport.cuda_pool import CudaPool
 from pagerelay.common.wire.messages import Layout
 
 
@@ -39,6 +42,26 @@ def test_a_block_is_one_contiguous_span_of_every_layer(dtype: str, width: int) -
     assert (pool.blocks[2] != 0).any()
     assert not pool.blocks[[0, 1, 3, 4]].any()
     assert not memory[3 * block_bytes :].any()
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("float16", 2), ("bfloat16", 2)])
+def test_a_pool_on_a_gpu_has_the_same_blocks(dtype: str, width: int) -> None:
+    machine = Machine()
+    cuda = machine.process()
+    block_bytes = 3 * 2 * 2 * 16 * 4 * width
+    memory = CudaPool(cuda, 5, block_bytes)
+    pool = KvPool(memory, layout(dtype))
+    assert pool.blocks == DeviceBlocks(memory.pointer, 5, block_bytes)
+    assert pool.tensor.shape == (5, 3, 2, 2, 16, 4)
+    assert not pool.tensor.any()
+    pool.tensor[2] = 1.5
+    assert cuda.view(pool.blocks.at(2), block_bytes).any()
+    assert not cuda.view(pool.blocks.at(3), block_bytes).any()
+    pool.tensor.fill_(float("nan"))
+    nonce = cuda.view(memory.pointer + memory.num_bytes, 32)
+    assert bytes(nonce).decode() == memory.nonce, "the blocks reach to the scratch area and not into it"
+    memory.close()
+    machine.check()
 
 
 def test_copying_a_block_copies_its_keys_and_values() -> None:

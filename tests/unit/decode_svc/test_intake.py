@@ -12,16 +12,9 @@ from engines import INCARNATION, decode_engine, decode_job, handle_for, make_poo
 from msgspec import structs
 
 from pagerelay.common.errors import ConfigError, TransferError
-from pagerelay.common.transport.base import Bytes, Peer, TransferBackend
-from pagerelay.common.wire.messages import (
-    Commit,
-    Fetch,
-    LeaseLost,
-    PoolAddress,
-    Ready,
-    Release,
-    Released,
-)
+from pagerelay.common.transport.base import Bytes, DeviceBlocks, Peer, TransferBackend
+from pagerelay.common.wire.messages import Commit, Fetch, LeaseLost, Ready, Release, Released
+from pagerelay.common.wire.pools import PoolAddress
 from pagerelay.decode_svc.engine import DecodeEngine, Intake
 from pagerelay.decode_svc.intake import BackendChoice, Fetched, LeaseEnded, fetch_prompt
 
@@ -66,13 +59,22 @@ class Copy(TransferBackend):
 
     def __init__(self) -> None:
         self.copied: list[tuple[list[int], list[int]]] = []
+        self.written: list[int | None] = []
         self.hold: asyncio.Event | None = None
         self.stopped = False
 
     async def fetch(
-        self, peer: Peer, lease: int, sources: Sequence[int], into: Bytes, targets: Sequence[int]
+        self,
+        peer: Peer,
+        lease: int,
+        sources: Sequence[int],
+        into: Bytes | DeviceBlocks,
+        targets: Sequence[int],
+        written: int | None = None,
     ) -> int:
+        assert isinstance(into, np.ndarray)
         self.copied.append((list(sources), list(targets)))
+        self.written.append(written)
         if self.hold is not None:
             try:
                 await self.hold.wait()
@@ -134,6 +136,17 @@ async def test_blocks_are_copied_as_they_are_announced_and_the_lease_confirmed()
     assert link.asked == [QUESTION, CONFIRM]
     assert link.closed == [1]
     assert [int(intake[0].pool.blocks[block][0]) for block in (0, 1, 2)] == [5, 6, 7]
+
+
+async def test_each_announcement_is_copied_after_its_own_mark() -> None:
+    link, backend = Link(ALL, [YES]), Copy()
+    link.script[0] = [
+        Ready(lease=1, first=0, block_ids=[5], written=3),
+        Ready(lease=1, first=1, block_ids=[6, 7], written=0),
+        ALL[1],
+    ]
+    await fetch(link, backend)
+    assert backend.written == [3, 0]
 
 
 async def test_the_commit_may_come_before_the_blocks() -> None:
@@ -272,11 +285,12 @@ def test_tcp_where_it_does_not_and_the_reason_once_a_peer() -> None:
     assert chosen.backend("other", POOL) == (tcp, "another host")
 
 
-def test_a_forced_choice_that_cannot_work_fails() -> None:
-    chosen, _, _ = choice("shm", Probe("another host"))
+@pytest.mark.parametrize("way", ["shm", "cuda_ipc"])
+def test_a_forced_choice_that_cannot_work_fails(way: str) -> None:
+    chosen, _, _ = choice(way, Probe("another host"))
     for _ in range(2):
         with pytest.raises(
-            ConfigError, match=r"worker\.transport is shm, which cannot reach peer: another host"
+            ConfigError, match=rf"worker\.transport is {way}, which cannot reach peer: another host"
         ):
             chosen.backend("peer", POOL)
 

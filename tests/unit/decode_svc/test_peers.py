@@ -15,6 +15,7 @@ from pagerelay.common.wire.codec import Decoder, encode
 from pagerelay.common.wire.messages import (
     Blocks,
     Commit,
+    Detach,
     Fetch,
     KvHandle,
     LeaseLost,
@@ -170,4 +171,29 @@ async def test_one_link_an_incarnation_and_it_is_closed_when_idle(prefill: Prefi
     assert await peers.close_idle() == [two]
     again = peers.link(prefill.handle("one"))
     assert again is not one
+    await peers.close()
+
+
+async def test_the_link_to_the_owner_of_a_pool_that_is_open_stays(prefill: Prefill) -> None:
+    now, keep = 0.0, True
+    peers = Peers(None, lambda: now, asyncio.create_task, lambda: None, idle_s=60.0, keep=lambda _: keep)
+    link = peers.link(prefill.handle("one"))
+    now = 600.0
+    assert await peers.close_idle() == []
+    assert peers.links() == [link]
+    keep = False
+    assert await peers.close_idle() == [link]
+    await peers.close()
+
+
+async def test_a_peer_takes_its_pool_back(prefill: Prefill) -> None:
+    recalled: asyncio.Queue[PeerLink] = asyncio.Queue()
+    peers = Peers(None, lambda: 0.0, asyncio.create_task, lambda: None, on_detach=recalled.put_nowait)
+    link = peers.link(prefill.handle())
+    news = await link.open(fetch(1))
+    await prefill.hear()
+    await prefill.say(Detach())
+    async with asyncio.timeout(5):
+        assert await recalled.get() is link
+    assert news.empty()
     await peers.close()

@@ -133,6 +133,21 @@ def test_an_early_fetch_is_told_chunk_by_chunk() -> None:
     ]
 
 
+def test_what_is_announced_has_the_mark_of_the_step_that_wrote_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a step that has returned is not done; a mark is made after each, before its news leave."""
+    engine = prefill_engine(max_batch_tokens=4)
+    marks = iter([3, 0, 1, 2])
+    monkeypatch.setattr(engine.pool, "mark_written", lambda: next(marks))
+    engine.submit("router", prefill_job("r", list(range(1, 15))))
+    engine.step()
+    fetch(engine)
+    told = sent_to_peer(engine)
+    for _ in range(3):
+        engine.step()
+        told += sent_to_peer(engine)
+    assert [news.written for news in told if isinstance(news, Ready)] == [3, 0, 1, 2]
+
+
 def test_a_chunk_that_ends_within_a_block_announces_only_what_is_full() -> None:
     engine = prefill_engine(max_batch_tokens=6)
     engine.submit("router", prefill_job("r", PROMPT))

@@ -7,13 +7,18 @@ import os
 from pathlib import Path
 
 import pytest
+from fake_cuda import FakeCuda, Machine
 from msgspec import structs
 
+from pagerelay.cli.serve import choose_ops
 from pagerelay.common import segments
 from pagerelay.common.config import Config, load_config
 from pagerelay.common.errors import StartupError
-from pagerelay.common.service.build import build_parts
+from pagerelay.common.kv.memory import DeviceBlocks
+from pagerelay.common.service.build import Parts, build_parts, direct_backend
 from pagerelay.common.transport import shm
+from pagerelay.common.transport.base import TransferBackend
+from pagerelay.common.transport.cuda_ipc import CudaIpcBackend
 from pagerelay.common.transport.shm import ShmBackend
 from pagerelay.common.transport.tcp import TcpBackend
 from pagerelay.kernels.torch_ops import TorchOps
@@ -96,3 +101,98 @@ def test_a_model_that_cannot_be_loaded_leaves_no_segment(
     with pytest.raises(StartupError, match="cannot be loaded"):
         build_parts(config(cache__num_blocks="7"), tmp_path, TorchOps())
     assert list(folder.iterdir()) == []
+
+
+# ------------------------------------------------------------------ on a GPU
+
+
+def gpu_parts(folder: Path, cuda: FakeCuda, transport: str) -> Parts:
+    """What is built for the second GPU of those visible."""
+    asked: list[int] = []
+
+    def open_gpu(index: int) -> FakeCuda:
+        asked.append(index)
+        return cuda
+
+    wanted = config(engine__device="cuda:1", worker__transport=transport, cache__num_blocks="7")
+    parts = build_parts(wanted, folder, TorchOps(), open_gpu)
+    assert asked == [1]
+    return parts
+
+
+@pytest.mark.parametrize(
+    ("transport", "kind"), [("auto", CudaIpcBackend), ("cuda_ipc", CudaIpcBackend), ("tcp", TcpBackend)]
+)
+def test_a_pool_on_a_gpu(tiny_dir: Path, folder: Path, transport: str, kind: type) -> None:
+    machine = Machine()
+    cuda = machine.process()
+    parts = gpu_parts(tiny_dir, cuda, transport)
+    assert type(parts.backend) is kind
+    assert type(direct_backend(parts)) is CudaIpcBackend
+    assert parts.cuda is cuda
+    assert isinstance(parts.pool.blocks, DeviceBlocks)
+    size = parts.layout.block_bytes
+    assert (parts.pool.blocks.num_blocks, parts.pool.blocks.block_bytes) == (7, size)
+    assert not parts.pool.tensor.any()
+    parts.pool.tensor[3] = 1.0
+    assert cuda.view(parts.pool.blocks.at(3), size).any()
+    assert not cuda.view(parts.pool.blocks.at(4), size).any()
+    assert [parts.pool.mark_written() for _ in range(5)] == [0, 1, 2, 3, 0]
+    parts.backend.close()
+    machine.check()
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("why", ["slice", "export"])
+def test_where_a_pool_cannot_be_exported_tcp_is_used_and_that_is_said(
+    tiny_dir: Path, caplog: pytest.LogCaptureFixture, why: str
+) -> None:
+    machine = Machine()
+    machine.refuse_export = "invalid argument" if why == "export" else None
+    cuda = machine.process(no_ipc="it is a MIG slice" if why == "slice" else None)
+    parts = gpu_parts(tiny_dir, cuda, "auto")
+    assert type(parts.backend) is TcpBackend
+    assert isinstance(parts.pool.blocks, DeviceBlocks)
+    (record,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert ("MIG slice" if why == "slice" else "refuses to export") in record.getMessage()
+    assert record.getMessage().endswith("using tcp instead")
+    parts.backend.close()
+    machine.check()
+
+
+def test_a_forced_export_that_cannot_be_had_fails(tiny_dir: Path) -> None:
+    machine = Machine()
+    with pytest.raises(StartupError, match=r"worker\.transport is cuda_ipc: no CUDA IPC on .*MIG slice"):
+        gpu_parts(tiny_dir, machine.process(no_ipc="it is a MIG slice"), "cuda_ipc")
+    machine.check()
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_too_little_gpu_memory(tiny_dir: Path, transport: str) -> None:
+    machine = Machine(gpu_bytes=1000)
+    with pytest.raises(StartupError, match=r"needs \d+ MiB of GPU memory and .* has 0 of 0 MiB free"):
+        gpu_parts(tiny_dir, machine.process(), transport)
+    machine.check()
+
+
+def test_a_gpu_that_fails_is_a_reason_not_to_start(tiny_dir: Path) -> None:
+    machine = Machine()
+    cuda = machine.process()
+    cuda.fail["event_create"] = "cudaErrorUnknown"
+    with pytest.raises(StartupError, match="no pool in GPU memory: event_create: cudaErrorUnknown"):
+        gpu_parts(tiny_dir, cuda, "tcp")
+    machine.check()
+
+
+def test_no_model_runs_on_a_gpu_yet_and_that_is_said() -> None:
+    with pytest.raises(StartupError, match=r"engine\.device is cuda:1: the model runs on CPU only"):
+        choose_ops(config(engine__device="cuda:1"), 1)
+
+
+def test_a_host_pool_is_read_by_shared_memory(tiny_dir: Path) -> None:
+    parts = build_parts(config(worker__transport="tcp", cache__num_blocks="7"), tiny_dir, TorchOps())
+    direct: TransferBackend = direct_backend(parts)
+    assert type(direct) is ShmBackend
+    assert parts.pool.mark_written() is None
+    direct.close()
+    parts.backend.close()

@@ -3,129 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
-from engines import FACTS, FakeRunner, answer, assert_idle, greedy, make_limits
-from flows import registry
+from engines import answer
+from house import PROMPT, House
 
-from pagerelay.common.config import Config, WorkerConfig
-from pagerelay.common.kv.pool import KvPool
-from pagerelay.common.service.build import Parts
 from pagerelay.common.service.worker import Worker
-from pagerelay.common.transport.base import TransferBackend
-from pagerelay.common.transport.shm import ShmBackend
-from pagerelay.common.transport.tcp import TcpBackend
 from pagerelay.common.wire.auth import CurveKeys
-from pagerelay.common.wire.messages import Drain
 from pagerelay.decode_svc.worker import DecodeWorker
 from pagerelay.prefill_svc.worker import PrefillWorker
-from pagerelay.router.flow import FlowSettings, RequestFlow
-from pagerelay.router.links import WorkerLinks
-from pagerelay.router.metrics import RouterMetrics
-from pagerelay.router.policy import LeastLoad
-
-PROMPT = list(range(1, 30))
-
-
-class BreakingRunner(FakeRunner):
-    """Fails as often as it is told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.failures = 0
-
-    def run(self, batch: Any, pool: Any) -> Any:
-        if self.failures:
-            self.failures -= 1
-            raise RuntimeError("broken")
-        return super().run(batch, pool)
-
-
-class House:
-    def __init__(self, keys: CurveKeys | None) -> None:
-        self.keys = keys
-        self.registry = registry(time.monotonic)  # type: ignore[arg-type]
-        self.metrics = RouterMetrics(self.registry)
-        self.links = WorkerLinks(self.registry, keys, self.metrics.dropped_messages.inc, time.monotonic)
-        self.port = self.links.bind("127.0.0.1", 0)
-        self.receiving = asyncio.create_task(self.links.receive_forever())
-        self.workers: dict[str, tuple[Worker, BreakingRunner, asyncio.Task[int]]] = {}
-        self.count = 0
-
-    async def start(self, kind: type[Worker], transport: Any = "auto", **kw: Any) -> str:
-        """Starts a worker and waits until the router knows it. Returns its id."""
-        layout = FACTS.layout(4)
-        backend: TransferBackend = TcpBackend(4) if transport == "tcp" else ShmBackend()
-        pool = KvPool(backend.allocate(128, layout.block_bytes), layout)
-        pool.tensor.fill_(float("nan"))
-        runner = BreakingRunner()
-        limits = make_limits(max_batch_tokens=8)
-        parts = Parts(FACTS, layout, runner, pool, backend, limits)  # type: ignore[arg-type]
-        config = Config(
-            worker=WorkerConfig(
-                routers=(f"tcp://127.0.0.1:{self.port}",),
-                transport=transport,
-                drain_s=5.0,
-                tcp_window_blocks=4,
-            )
-        )
-        worker = kind(config, self.keys, parts, **kw)  # type: ignore[call-arg]
-        task = asyncio.create_task(worker.run(lambda _: None, lambda: False))
-        self.workers[worker.worker_id] = worker, runner, task
-        await self.until(lambda: self.registry.by_id(worker.worker_id) is not None)
-        return worker.worker_id
-
-    async def until(self, condition: Any) -> None:
-        async with asyncio.timeout(8):
-            while not condition():
-                await asyncio.sleep(0.005)
-
-    def flow(self, prompt: list[int], max_tokens: int = 20) -> RequestFlow:
-        self.count += 1
-        return RequestFlow(
-            request_id=f"r{self.count}",
-            order=self.count,
-            prompt=prompt,
-            sampling=greedy(max_tokens),
-            links=self.links,
-            policy=LeastLoad(),
-            metrics=self.metrics,
-            settings=FlowSettings(queue_timeout_s=8.0, stall_timeout_s=8.0, max_recoveries=2),
-            clock=time.monotonic,
-        )
-
-    async def ask(self, prompt: list[int], max_tokens: int = 20) -> RequestFlow:
-        """A flow that has run to its end and is closed."""
-        flow = self.flow(prompt, max_tokens)
-        await flow.start()
-        reason = None
-        async with asyncio.timeout(8):
-            while reason is None:
-                _, reason = await flow.next()
-        await flow.close()
-        return flow
-
-    async def idle(self) -> None:
-        for worker, _, _ in self.workers.values():
-            await self.until(worker.engine.check_idle)
-            assert_idle(worker.engine)
-
-    async def stop(self, worker_id: str) -> int:
-        worker, _, task = self.workers.pop(worker_id)
-        if not task.done():
-            worker.received("", Drain())
-        async with asyncio.timeout(8):
-            return await task
-
-    async def close(self) -> None:
-        for worker_id in list(self.workers):
-            await self.stop(worker_id)
-        self.receiving.cancel()
-        await asyncio.gather(self.receiving, return_exceptions=True)
-        self.links.close()
+from pagerelay.router.flow import RequestFlow
 
 
 @pytest.fixture(params=[False, True], ids=["open", "curve"])
