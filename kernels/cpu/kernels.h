@@ -9,7 +9,8 @@
 #define PANEL 16 /* output columns of one weight panel */
 #define TILE 32  /* keys of one attention tile, at absolute positions 0, 32, 64, ... */
 
-#define GROUP 4        /* panels of one linear item */
+#define GROUP 6        /* panels of one linear item of several row blocks */
+#define LONE_GROUP 3   /* of one row block: small, so that no thread waits long for another's last item */
 #define ITEM_BLOCKS 48 /* row blocks of one linear item: as many as find their weights in L2 again */
 
 struct weight {          /* of a linear: n outputs of k inputs */
@@ -26,6 +27,7 @@ struct linear_job {
     float *out;    /* [rows, n] */
     long rows;
     long blocks, block_rows; /* row blocks and the rows of each, the last may have fewer */
+    long group;              /* panels of one item */
 };
 
 struct attend_item {

@@ -171,13 +171,13 @@ static void linear_chunk(const struct linear_job *j, long panel, long panels, lo
  * as memory holds it. */
 static void linear_item(void *job, long item, void *scratch) {
     const struct linear_job *j = job;
-    const long all = (j->w.n + PANEL - 1) / PANEL, groups = (all + GROUP - 1) / GROUP;
-    const long first = item % groups * GROUP, last = first + GROUP < all ? first + GROUP : all;
+    const long all = (j->w.n + PANEL - 1) / PANEL, groups = (all + j->group - 1) / j->group;
+    const long first = item % groups * j->group, last = first + j->group < all ? first + j->group : all;
     const long from = item / groups * ITEM_BLOCKS;
     const long to = from + ITEM_BLOCKS < j->blocks ? from + ITEM_BLOCKS : j->blocks;
     const long widest = PANELS(j->blocks, j->block_rows);
     const long chunk = j->w.scales ? j->w.k : CHUNK;
-    float *const sums = scratch; /* [row blocks][GROUP][BLOCK_FLOATS] */
+    float *const sums = scratch; /* [row blocks, GROUP, BLOCK_FLOATS]; of a lone block only one tile */
     if (to - from > 1) {
         for (long k = 0; k < j->w.k; k += chunk) {
             const long depth = j->w.k - k < chunk ? j->w.k - k : chunk;

@@ -95,7 +95,8 @@ EXPORT int ops_linear(struct ops *o, const float *x, const struct weight *w, flo
         job.packed = packed;
         pool_run(o->pool, kernels->pack, &job, job.blocks, 0, rows * w->k < SMALL_WORK);
     }
-    const long groups = ((w->n + PANEL - 1) / PANEL + GROUP - 1) / GROUP;
+    job.group = job.blocks > 1 ? GROUP : LONE_GROUP;
+    const long groups = ((w->n + PANEL - 1) / PANEL + job.group - 1) / job.group;
     const long items = groups * ((job.blocks + ITEM_BLOCKS - 1) / ITEM_BLOCKS);
     const long tiles = job.blocks > 1 ? ITEM_BLOCKS * GROUP : 2; /* a lone block is done at once */
     const size_t sums = (size_t)(tiles * few * PANEL) * sizeof(float);
