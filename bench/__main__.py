@@ -1,4 +1,4 @@
-"""Command line: ``python -m pagerelay.bench load|compare|router``."""
+"""Command line: ``python -m pagerelay.bench load|compare|router|kernels``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import msgspec
 
 from pagerelay.bench.client import is_loopback
 from pagerelay.bench.compare import CompareOptions, Spec, compare
+from pagerelay.bench.kernels import KernelOptions, check_kernels
 from pagerelay.bench.load import LoadOptions, load
 from pagerelay.bench.router import RouterOptions, measure_router
 from pagerelay.bench.stats import Slo
@@ -173,6 +174,12 @@ def _parser() -> argparse.ArgumentParser:
         help="of the scripted decode worker, for tokens/s (10)",
     )
     router.add_argument("--results", default="bench/results", metavar="DIR", help="folder of the report")
+
+    kernels = commands.add_parser(
+        "kernels", help="compile the Triton kernels without a GPU; exit code: variants that failed a gate"
+    )
+    kernels.add_argument("--only", default="", metavar="WORDS", help="variants whose name has one of a,b,c")
+    kernels.add_argument("--results", default="bench/results", metavar="DIR", help="folder of the report")
     return parser
 
 
@@ -217,6 +224,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if len(set(names)) < len(names):
                 parser.error("two specs have the same name")
             return asyncio.run(_ended_by_sigterm(compare(_compare_options(args))))
+        if args.command == "kernels":
+            return check_kernels(KernelOptions.of(args))
         return asyncio.run(_ended_by_sigterm(measure_router(RouterOptions.of(args))))
     except (ValueError, OSError) as error:
         print(f"{parser.prog} {args.command}: {error}", file=sys.stderr)
