@@ -24,7 +24,7 @@ from pagerelay.kernels.triton.cubin import MAX_SHARED_BYTES, Code, read
 from pagerelay.kernels.triton.launch import INTERPRETED
 from pagerelay.kernels.triton.variants import Variant, variants
 
-ARCHITECTURES = (80, 90)
+ARCHITECTURES = (90, 80)
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 

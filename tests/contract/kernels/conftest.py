@@ -1,6 +1,6 @@
 """The sets of operations under one contract: the torch twins, and Triton's kernels.
 
-Triton's run on the device where there is one, and else in Triton's interpreter, on the CPU (`tests/conftest.py`
+Triton's run on the device where there is one, and else in its interpreter, on the CPU (`tests/conftest.py`
 says which). They are imported once, by the first test that wants them.
 """
 

@@ -148,7 +148,7 @@ def test_what_does_not_fit_is_refused(kernels: SimpleNamespace, device: str) -> 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("params", FILTERS, ids=str)
 def test_the_same_tokens_many_times(choose: Choose, params: dict[str, Any]) -> None:
-    """Sums in another order may move an edge of the distribution by its last bits: none of these falls there."""
+    """Sums in another order may move an edge of the distribution by its last bits; here none does."""
     scores, asked = logits(400, 5000, seed=1), requests(400, **params)
     pairs = zip(choose(scores, asked), sample_on_cpu(scores.clone(), asked), strict=True)
     assert sum(ours != theirs for ours, theirs in pairs) == 0
