@@ -60,12 +60,11 @@ def plan_attention(
     """
     padded = power_of_2(head_dim)
     row_bytes = padded * itemsize
-    if decode or deterministic:
+    if decode or deterministic or itemsize == 4:  # fp32 has no tensor cores: more rows spill
         target, warps = 16, 4
-        tile = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
-    elif itemsize == 4:  # without tensor cores: registers bound it
-        target, warps = 32, 4
-        tile = 32 if padded <= 128 else 16
+        tile = 64 if row_bytes <= 256 else 32
+        if itemsize == 4:
+            tile = 32 if padded <= 64 else 16
     else:  # a warpgroup's wgmma takes 64 rows; on sm_80 wider tiles spill
         target, warps = (128 if padded <= 128 else 64), 8
         tile = 64 if arch >= 90 and padded <= 128 else 32

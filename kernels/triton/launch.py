@@ -73,7 +73,7 @@ def merge_constants(plan: AttendPlan, kv_heads: int, group: int, head_dim: int) 
         "PADDED_DIM": power_of_2(head_dim),
         "ROWS": plan.rows,
         "MERGE": plan.merge,
-        "num_warps": 1 if plan.merge * head_dim <= 1024 else 4,
+        "num_warps": max(1, min(plan.merge * power_of_2(head_dim) // 1024, 16)),
         **COMPILER,
     }
 

@@ -30,13 +30,13 @@ def test_rows_beside_others_and_alone(
 
 
 @pytest.mark.parametrize("window", [None, 23])
-@pytest.mark.parametrize("chunk", [1, 3, 16])
+@pytest.mark.parametrize("chunk", [1, 5])
 def test_rows_in_chunks(make_triton: Callable[..., Any], device: str, chunk: int, window: int | None) -> None:
     ops = make_triton(deterministic=True)
-    step = make_step([540], [33], heads=4, device=device)
+    step = make_step([530], [12], heads=4, device=device)
     whole = step.attend(ops, 0.125, window, 30.0)
-    for start in range(0, 33, chunk):
-        end = min(start + chunk, 33)
+    for start in range(0, 12, chunk):
+        end = min(start + chunk, 12)
         part = step.only(0, start, end).attend(ops, 0.125, window, 30.0)
         assert torch.equal(part, whole[start:end])
 
