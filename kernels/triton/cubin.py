@@ -70,4 +70,4 @@ def read(cubin: bytes, shared_bytes: int, warps: int) -> Code:
 
 def _run(option: str, path: str) -> str:
     command = [str(tool()), option, path]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout  # noqa: S603
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout  # noqa: S603
