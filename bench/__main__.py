@@ -1,4 +1,4 @@
-"""Command line: ``python -m pagerelay.bench load|compare|router|footprint``."""
+"""Command line: ``python -m pagerelay.bench load|compare|router|footprint|roofline|kernels``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import msgspec
 from pagerelay.bench.client import is_loopback
 from pagerelay.bench.compare import CompareOptions, Spec, compare
 from pagerelay.bench.footprint import FootprintOptions, measure_footprint
+from pagerelay.bench.kernels import KernelOptions, check_kernels
 from pagerelay.bench.load import LoadOptions, load
 from pagerelay.bench.router import RouterOptions, measure_router
 from pagerelay.bench.stats import Slo
@@ -196,6 +197,12 @@ def _parser() -> argparse.ArgumentParser:
     roof.add_argument("--model", default=DEFAULT_MODEL, help="model folder, hub id or known name")
     roof.add_argument("--threads", type=_whole(1, 4096), default=1, help="CPU threads (1)")
     roof.add_argument("--results", default="bench/results", metavar="DIR", help="folder of the report")
+
+    kernels = commands.add_parser(
+        "kernels", help="compile the Triton kernels without a GPU; exit code: variants that failed a gate"
+    )
+    kernels.add_argument("--only", default="", metavar="WORDS", help="variants whose name has one of a,b,c")
+    kernels.add_argument("--results", default="bench/results", metavar="DIR", help="folder of the report")
     return parser
 
 
@@ -249,6 +256,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return measure_roofline(RooflineOptions(args.model, args.threads, args.results))
         if args.command == "footprint":
             return asyncio.run(_ended_by_sigterm(measure_footprint(_footprint_options(args))))
+        if args.command == "kernels":
+            return check_kernels(KernelOptions.of(args))
         return asyncio.run(_ended_by_sigterm(measure_router(RouterOptions.of(args))))
     except (ValueError, OSError) as error:
         print(f"{parser.prog} {args.command}: {error}", file=sys.stderr)

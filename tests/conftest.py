@@ -15,6 +15,10 @@ from pagerelay.common.model.fetch import TINY_MODEL, resolve_model
 _SETTINGS = ("PAGERELAY_CONFIG", *(f"PAGERELAY_{section}_".upper() for section in Config.__struct_fields__))
 for name in [n for n in os.environ if f"{n}_".startswith(_SETTINGS) and n != "PAGERELAY_CACHE"]:
     del os.environ[name]
+# Where there is no GPU, Triton's kernels run in its interpreter. Triton reads this when it is first imported,
+# which torch does by itself sooner or later, and again when a kernel runs.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 # Nothing in a test asks the model hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 

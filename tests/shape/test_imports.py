@@ -13,14 +13,14 @@ ROOT = Path(__file__).parents[2]
 HEAVY = {"torch", "transformers", "triton", "cupy"}
 
 
-def python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def python(code: str, cwd: Path, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code],
         cwd=cwd,
         env={**os.environ, "PYTHONSAFEPATH": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=timeout_s,
         check=False,
     )
 
@@ -68,3 +68,40 @@ def test_the_command_and_the_load_generator_start_from_anywhere(tmp_path: Path) 
         )
         assert done.returncode == 0, done.stderr
         assert "usage" in done.stdout.lower()
+
+
+ABSENT = """
+import importlib, importlib.abc, pkgutil, sys
+
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"triton", "cupy", "cupyx"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+import pagerelay
+needing = []
+for module in pkgutil.walk_packages(pagerelay.__path__, "pagerelay."):
+    if module.name.endswith(".__main__"):
+        continue
+    try:
+        importlib.import_module(module.name)
+    except ModuleNotFoundError as error:
+        assert error.name.split(".")[0] in {"triton", "cupy", "cupyx"}, error
+        needing.append(module.name)
+from pagerelay.kernels.triton import missing
+print(missing())
+print(*needing)
+"""
+
+
+def test_without_triton_and_cupy_only_the_modules_that_are_written_in_them_are_missing(
+    tmp_path: Path,
+) -> None:
+    done = python(ABSENT, tmp_path, timeout_s=110)  # it imports everything
+    assert done.returncode == 0, done.stderr
+    remedy, needing = done.stdout.splitlines()
+    assert "pip install" in remedy
+    inside = {f"pagerelay.kernels.triton.{path.stem}" for path in (ROOT / "kernels" / "triton").glob("*.py")}
+    inside -= {f"pagerelay.kernels.triton.{name}" for name in ("__init__", "attend_plan")}
+    assert set(needing.split()) == inside

@@ -1,0 +1,269 @@
+"""`TritonOps`: the operations of a model over the Triton kernels. The torch twins are their specification."""
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional
+
+from pagerelay.kernels.triton.attend import attend_kernel, merge_kernel
+from pagerelay.kernels.triton.attend_plan import SCRATCH_BYTES, plan_attention
+from pagerelay.kernels.triton.checks import check_angles, check_rows_dense, check_same, pool_shape
+from pagerelay.kernels.triton.launch import (
+    attend_constants,
+    merge_constants,
+    norm_constants,
+    rotary_constants,
+    silu_constants,
+    write_constants,
+)
+from pagerelay.kernels.triton.rows import rms_norm_kernel, rotary_kernel, silu_mul_kernel, write_kv_kernel
+
+PROGRAMS_PER_PROCESSOR = 2
+INTERPRETED_PROCESSORS = 132
+
+
+class TritonOps:
+    """Tensors are fp32, fp16 or bf16, of one dtype within a call and with the pool, and on one device: CUDA,
+    or the CPU under TRITON_INTERPRET=1. No method waits for the device, so nothing checks the values of
+    indices.
+
+    With `deterministic` a row of `attend` has the same bits whatever else is in its step, however its
+    sequence was cut into chunks, and wherever its blocks lie; see `plan_attention` for the price. All other
+    kernels have that property always; `linear` is the library's, which chooses its algorithm by shape and
+    promises nothing.
+
+    splits: programs per context, to measure or test; by default chosen by shape.
+    """
+
+    name = "triton"
+    min_rows = 1
+
+    def __init__(self, deterministic: bool = False, splits: int | None = None) -> None:
+        if splits is not None and (deterministic or splits < 1):
+            raise ValueError("splits must be at least 1, and deterministic mode has its own")
+        self.deterministic = deterministic
+        self._splits = splits
+        self._devices: dict[torch.device, tuple[int, int]] = {}
+
+    def write_kv(self, pool: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """As `TorchOps.write_kv`."""
+        rows = self._check_write(pool, key, value, slots)
+        constants = write_constants(
+            0, key.shape[1], key.shape[2], *_block_and_strides(pool), (0, key.stride(0), value.stride(0))
+        )
+        if rows:
+            groups = triton.cdiv(key.shape[1], constants["SPAN"])
+            write_kv_kernel[(rows, groups)](
+                *(None, key, value, None, None, slots, pool[:, layer, 0], pool[:, layer, 1], None),
+                **constants,
+            )
+
+    def rotary_write_kv(
+        self,
+        pool: Tensor,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+    ) -> Tensor:
+        """`rotary` of query and key, then `write_kv` of that key and value, in one launch; the turned query.
+
+        query, key, value may be views of one fused row: [rows, heads, head_dim], dense but for the distance
+        of rows.
+        """
+        rows = self._check_write(pool, key, value, slots)
+        check_angles(query, cos, sin)
+        check_same(pool, query)
+        check_rows_dense(query)
+        if query.shape[0] != rows or query.shape[2] != key.shape[2]:
+            raise ValueError(f"query {tuple(query.shape)} does not fit key {tuple(key.shape)}")
+        heads, kv_heads = query.shape[1], key.shape[1]
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        row_strides = query.stride(0), key.stride(0), value.stride(0)
+        constants = write_constants(heads, kv_heads, key.shape[2], *_block_and_strides(pool), row_strides)
+        if rows:
+            groups = triton.cdiv(kv_heads, constants["SPAN"]) + triton.cdiv(heads, constants["SPAN"])
+            write_kv_kernel[(rows, groups)](
+                *(query, key, value, cos, sin, slots, pool[:, layer, 0], pool[:, layer, 1], out),
+                **constants,
+            )
+        return out
+
+    @staticmethod
+    def _check_write(pool: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> int:
+        """The number of rows."""
+        _, kv_heads, _, head_dim = pool_shape(pool)
+        rows = slots.numel()
+        if key.shape != (rows, kv_heads, head_dim) or value.shape != key.shape:
+            raise ValueError(f"key {tuple(key.shape)} does not fit pool {tuple(pool.shape)} and {rows} slots")
+        check_same(pool, key, value)
+        check_rows_dense(key)
+        check_rows_dense(value)
+        if slots.dtype is not torch.int64 or not slots.is_contiguous():
+            raise ValueError(f"slots must be contiguous int64, not {slots.dtype}")
+        return rows
+
+    def attend(
+        self,
+        pool: Tensor,
+        layer: int,
+        query: Tensor,
+        tables: Tensor,
+        seq_lens: Tensor,
+        query_starts: Tensor,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        """As `TorchOps.attend`.
+
+        A step with as many rows as sequences is taken for one of decode rows, any other for one with
+        prefill; the result is the same to rounding, whatever the rows are. The table's width bounds the
+        contexts.
+        """
+        _, kv_heads, block_size, head_dim = pool_shape(pool)
+        rows, heads, query_dim = query.shape
+        sequences = seq_lens.numel()
+        if query_dim != head_dim or heads % kv_heads:
+            raise ValueError(f"query {tuple(query.shape)} does not fit pool {tuple(pool.shape)}")
+        check_same(pool, query)
+        if tables.shape[0] != sequences or query_starts.numel() != sequences + 1:
+            raise ValueError("tables, seq_lens and query_starts disagree on the number of sequences")
+        for tensor in (tables, seq_lens, query_starts):
+            if tensor.dtype is not torch.int32 or (tensor.stride(-1) != 1 and tensor.shape[-1] > 1):
+                raise ValueError("tables, seq_lens and query_starts must be int32 and contiguous in rows")
+        query = query.contiguous()
+        if not rows or not sequences:
+            return torch.zeros_like(query)
+        arch, wanted = self._device(query.device)
+        group = heads // kv_heads
+        plan = plan_attention(
+            group, head_dim, pool.element_size(), rows == sequences, self.deterministic, arch
+        )
+        # Rows past the last sequence belong to no program, unless each row has its own.
+        out = torch.empty_like(query) if plan.rows == 1 else torch.zeros_like(query)
+        programs = plan.programs(rows, sequences)
+        context = tables.shape[1] * block_size
+        if window and not self.deterministic:
+            context = min(context, window + plan.rows)
+        splits = self._splits or plan.splits(programs, context, -(-wanted // kv_heads))
+        constants = attend_constants(
+            plan,
+            kv_heads,
+            group,
+            head_dim,
+            *_block_and_strides(pool),
+            splits,
+            window,
+            soft_cap,
+            pool.dtype is torch.bfloat16,
+        )
+        one = splits * kv_heads * plan.merge * head_dim * 4
+        chunk = programs if splits == 1 else min(programs, max(1, SCRATCH_BYTES // one))
+        part = lse = None
+        if splits > 1:
+            part = query.new_empty((splits, chunk, kv_heads, plan.merge, head_dim), dtype=torch.float32)
+            lse = query.new_empty((splits, chunk, kv_heads, plan.merge), dtype=torch.float32)
+        for first in range(0, programs, chunk):
+            count = min(chunk, programs - first)
+            attend_kernel[(count, kv_heads, splits)](
+                *(query, pool[:, layer, 0], pool[:, layer, 1], out, part, lse),
+                *(tables, seq_lens, query_starts, scale, sequences, tables.stride(0), splits, first),
+                **constants,
+            )
+            if splits > 1:
+                merge_kernel[(count, kv_heads)](
+                    *(part, lse, out, query_starts, sequences, splits, first),
+                    **merge_constants(plan, kv_heads, group, head_dim),
+                )
+        return out
+
+    def _device(self, device: torch.device) -> tuple[int, int]:
+        """Ten times the compute capability; programs that keep the device busy."""
+        if device not in self._devices:
+            arch, processors = 90, INTERPRETED_PROCESSORS
+            if device.type == "cuda":
+                facts = torch.cuda.get_device_properties(device)
+                arch, processors = 10 * facts.major + facts.minor, facts.multi_processor_count
+            self._devices[device] = arch, PROGRAMS_PER_PROCESSOR * processors
+        return self._devices[device]
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """As `TorchOps.pack`: the weight itself."""
+        return weight
+
+    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+        """As `TorchOps.linear`: the library's own product."""
+        return functional.linear(x, packed, bias)
+
+    def embed(self, ids: Tensor, packed: Tensor) -> Tensor:
+        """As `TorchOps.embed`."""
+        return functional.embedding(ids, packed)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """As `TorchOps.rms_norm`."""
+        return self._norm(x, None, weight, eps)[0]
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(`rms_norm` of the sum, the sum x + residual rounded to its dtype), in one pass; x, residual [...,
+        n].
+        """
+        if residual.shape != x.shape:
+            raise ValueError(f"x {tuple(x.shape)} and residual {tuple(residual.shape)} differ")
+        check_same(x, residual)
+        return self._norm(x, residual, weight, eps)
+
+    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        width = x.shape[-1]
+        if weight.shape != (width,):
+            raise ValueError(f"weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}")
+        check_same(x)
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        total = torch.empty_like(x) if residual is not None else out
+        if x.numel():
+            rms_norm_kernel[(x.numel() // width,)](
+                x,
+                residual.contiguous() if residual is not None else None,
+                weight.contiguous(),
+                out,
+                total,
+                eps,
+                **norm_constants(width, residual is not None),
+            )
+        return out, total
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """As `TorchOps.rotary`."""
+        return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        check_angles(x, cos, sin)
+        check_same(x)
+        check_rows_dense(x)
+        rows, heads, head_dim = x.shape
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if rows:
+            constants = rotary_constants(heads, head_dim, x.stride(0))
+            rotary_kernel[(rows, triton.cdiv(heads, constants["SPAN"]))](x, cos, sin, out, **constants)
+        return out
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """As `TorchOps.silu_mul`."""
+        if gate.shape != up.shape:
+            raise ValueError(f"gate {tuple(gate.shape)} and up {tuple(up.shape)} differ")
+        check_same(gate, up)
+        gate, up = gate.contiguous(), up.contiguous()
+        out = torch.empty_like(gate)
+        if count := gate.numel():
+            constants = silu_constants(count % 8 == 0)
+            silu_mul_kernel[(triton.cdiv(count, constants["SPAN"]),)](gate, up, out, count, **constants)
+        return out
+
+
+def _block_and_strides(pool: Tensor) -> tuple[int, tuple[int, int, int]]:
+    """Block size, and the distances of blocks, heads and tokens, in elements."""
+    return pool.shape[4], (pool.stride(0), pool.stride(3), pool.stride(4))
