@@ -82,7 +82,7 @@ class LocalCluster:
             raise StartupError(
                 "cluster: no workers; set cluster.prefill and cluster.decode, or cluster.colocated"
             )
-        threads = config.engine.threads or max(1, (os.cpu_count() or 2) // len(workers))
+        threads = config.engine.threads or max(1, len(os.sched_getaffinity(0)) // len(workers))
         effective = msgspec.to_builtins(config)
         effective["model"] |= {"path": str(model), "served_name": config.model.served_name or model.name}
         effective["engine"]["threads"] = threads

@@ -79,10 +79,14 @@ def load(library: Path) -> ctypes.CDLL:
         "ops_write_kv": (_INT, (p, n, n, n, n, n, p, p, p, n)),
         "ops_attend": (_INT, (p, p, n)),
         "ops_layers": (_INT, (p, p, n, p, p)),
+        "ops_struct_bytes": (_LONG, (_INT,)),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
+    for index, structure in enumerate((Weight, AttendJob, Layer, Step)):
+        if lib.ops_struct_bytes(index) != ctypes.sizeof(structure):
+            raise RuntimeError(f"{structure.__name__} is not laid out here as in the C sources")
     return lib
 
 

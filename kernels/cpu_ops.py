@@ -83,13 +83,13 @@ class LayerParts(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedStack:
-    """Decoder layers as the library takes them; `parts` keeps their memory."""
+    """Decoder layers as the library takes them; `kept` is the memory that they point to."""
 
     layers: ctypes.Array[Layer]
     hidden: int
     inner: int
     qkv: int
-    parts: list[LayerParts]
+    kept: list[object]
 
 
 class CpuOps:
@@ -125,6 +125,12 @@ class CpuOps:
             raise KernelUnavailable("no memory for the kernels' thread pool")
         # Not at exit: a daemon thread may be inside a call then, and the process takes the helpers with it.
         weakref.finalize(self, self._lib.ops_close, self._handle).atexit = False
+
+    def unsupported(self, head_dim: int) -> str | None:
+        """Heads are read in runs of 8 numbers into scratch of a fixed width."""
+        if head_dim % 8 == 0 and head_dim <= MAX_HEAD_DIM:
+            return None
+        return f"the C kernels need a head_dim that is a multiple of 8 up to {MAX_HEAD_DIM}, not {head_dim}"
 
     def write_kv(self, pool: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """As `TorchOps.write_kv`; ValueError when a slot is outside the pool, and then nothing is written."""
@@ -177,8 +183,12 @@ class CpuOps:
         panels = -(-out_features // PANEL)
         if self._int8:
             scales = torch.zeros(panels * PANEL)
-            scales[:out_features] = weight.abs().amax(1) / 127
-            steps = weight / scales[:out_features, None].clamp(min=torch.finfo(torch.float32).tiny)
+            own = torch.maximum(weight.amax(1), -weight.amin(1)) / 127
+            if not own.isfinite().all():
+                raise ValueError(f"a weight {tuple(weight.shape)} has numbers that are not finite: no int8")
+            # Below, a division by the scale would no longer undo the product with it.
+            scales[:out_features] = own.where(own >= torch.finfo(torch.float32).tiny, 0)
+            steps = weight / scales[:out_features, None].where(scales[:out_features, None] > 0, 1)
             weight = steps.round_().to(torch.int8)
         packed = torch.empty(panels, in_features, PANEL, dtype=weight.dtype)
         self._lib.ops_pack(
@@ -268,17 +278,23 @@ class CpuOps:
         inner, width = first.out[0].in_features, first.down[0].in_features
         if shapes != {((qkv, hidden), (hidden, inner), (2 * width, hidden), (hidden, width))}:
             raise ValueError(f"these layers' weights do not fit each other: {sorted(shapes)}")
-        array = (Layer * len(layers))()
+        array, kept = (Layer * len(layers))(), list[object](layers)
+
+        def weight(linear: tuple[PackedWeight, Tensor | None]) -> Weight:
+            bias = None if linear[1] is None else fp32(linear[1])
+            kept.append(bias)
+            return linear[0].native(bias)
+
         for native, parts in zip(array, layers, strict=True):
             norms = (fp32(parts.attention_norm), fp32(parts.mlp_norm))
             if any(norm.shape != (hidden,) for norm in norms):
                 raise ValueError(f"a norm does not fit hidden size {hidden}")
             native.attention_norm, native.mlp_norm = (norm.data_ptr() for norm in norms)
-            native.qkv, native.out = parts.qkv[0].native(parts.qkv[1]), parts.out[0].native(parts.out[1])
-            native.gate_up = parts.gate_up[0].native(parts.gate_up[1])
-            native.down = parts.down[0].native(parts.down[1])
+            kept.extend(norms)
+            native.qkv, native.out = weight(parts.qkv), weight(parts.out)
+            native.gate_up, native.down = weight(parts.gate_up), weight(parts.down)
             native.eps, native.scale, native.window = parts.eps, parts.scale, _window(parts.window)
-        return PackedStack(array, hidden, inner, qkv, list(layers))
+        return PackedStack(array, hidden, inner, qkv, kept)
 
     def run_stack(
         self,
@@ -334,7 +350,7 @@ def _attention(
     blocks, kv_heads, block_size, head_dim = pool_shape(pool)
     grouped = heads > 0 and kv_heads > 0 and heads % kv_heads == 0
     if head_dim % 8 or head_dim > MAX_HEAD_DIM or not grouped:
-        raise ValueError(f"{heads} heads do not fit pool {tuple(pool.shape)}")
+        raise ValueError(f"{heads} heads of {head_dim} do not fit pool {tuple(pool.shape)}")
     if tables.shape[0] != seq_lens.numel() or query_starts.numel() != seq_lens.numel() + 1:
         raise ValueError("tables, seq_lens and query_starts disagree on the number of sequences")
     job = AttendJob(

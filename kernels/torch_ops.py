@@ -19,6 +19,10 @@ class TorchOps:
     """Rows a linear must be padded to for a row's bits not to depend on how many came with it: MKL's sgemm
     takes another path for 1 to 3 rows (measured), and is not promised to keep to one above."""
 
+    def unsupported(self, head_dim: int) -> str | None:
+        """Nothing is."""
+        return None
+
     def write_kv(self, pool: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Stores key and value [rows, kv_heads, head_dim] at slots [rows] int64; slot -1 skips a row."""
         kept = slots >= 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from bisect import bisect_right
+from collections.abc import Iterable
 from pathlib import Path
 
 from torch import Tensor
@@ -17,10 +18,11 @@ _MAPS = Path("/proc/self/maps")
 
 
 class MappedWeights:
-    """The mappings of ``*.safetensors`` files in this process, as they are when this is made."""
+    """The mappings of some files in this process, as they are when this is made."""
 
-    def __init__(self) -> None:
-        self._spans = sorted(_mapped_spans(_MAPS.read_text(encoding="utf-8", errors="replace")))
+    def __init__(self, files: Iterable[Path]) -> None:
+        inodes = {file.stat().st_ino for file in files}
+        self._spans = sorted(_mapped_spans(_MAPS.read_text(encoding="utf-8", errors="replace"), inodes))
         self._madvise = ctypes.CDLL(None).madvise
         self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -39,12 +41,15 @@ class MappedWeights:
         return first >= last or self._madvise(first, last - first, mmap.MADV_DONTNEED) == 0
 
 
-def _mapped_spans(maps: str) -> list[tuple[int, int]]:
-    """[start, end) of each mapping whose file is a ``.safetensors``, from the text of ``/proc/PID/maps``."""
+def _mapped_spans(maps: str, inodes: set[int]) -> list[tuple[int, int]]:
+    """[start, end) of each mapping of one of those files, from the text of ``/proc/PID/maps``.
+
+    By inode: a hub's cache links to files with other names.
+    """
     spans = []
     for line in maps.splitlines():
-        where, _, _, _, _, *name = line.split(maxsplit=5)
-        if name and name[0].removesuffix(" (deleted)").endswith(".safetensors"):
+        where, _, _, _, inode, *_ = line.split(maxsplit=5)
+        if int(inode) in inodes:
             start, _, end = where.partition("-")
             spans.append((int(start, 16), int(end, 16)))
     return spans

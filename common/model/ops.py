@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -16,6 +16,10 @@ class PagedOps(Protocol):
     name: str
     min_rows: int
     """Rows that a linear must at least have for a row's bits not to depend on how many come with it."""
+
+    def unsupported(self, head_dim: int) -> str | None:
+        """Why a model with such heads cannot be served, in one line; ``None``: it can."""
+        ...
 
     def write_kv(self, pool: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None: ...
 
@@ -65,9 +69,8 @@ class LayerParts:
     window: int | None
 
 
-@runtime_checkable
 class StackOps(Protocol):
-    """Operations that can also run all decoder layers in one call."""
+    """Operations that can also run all decoder layers in one call: those with a ``stack``."""
 
     def stack(self, layers: Sequence[LayerParts]) -> Any: ...
 

@@ -8,7 +8,9 @@ operations have one. The rest goes linear by linear.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -74,9 +76,7 @@ class FusedAttention(nn.Module):
         self._ops, self._layer = ops, int(of.layer_idx)
         self.scale = float(of.scaling)
         self._head_dim: int = of.head_dim
-        self.window: int | None = (
-            of.sliding_window if hasattr(of, "sliding_window") else getattr(of.config, "sliding_window", None)
-        )
+        self.window: int | None = _ROTARY_ATTENTIONS[type(of).__name__](of)
         self.qkv, self.out = qkv, out
 
     def forward(
@@ -125,9 +125,14 @@ class FusedStack(nn.Module):
 # Norms that compute exactly x / rms(x) * weight. Others (Gemma adds 1 to the weight) keep their own code.
 _PLAIN_NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "SmolLM3RMSNorm"}
 _SILU_MLPS = {"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "SmolLM3MLP"}
-# Plain rotary attention: nothing between the projections, the embedding and the scores.
-_ROTARY_ATTENTIONS = {"LlamaAttention", "MistralAttention", "Qwen2Attention"}
-_WHOLES = _ROTARY_ATTENTIONS | _SILU_MLPS
+# Plain rotary attention: nothing between the projections, the embedding and the scores. Where each has its
+# window: a configuration may carry one that the model never reads.
+_ROTARY_ATTENTIONS: dict[str, Callable[[Any], int | None]] = {
+    "LlamaAttention": lambda attention: None,
+    "MistralAttention": lambda attention: attention.config.sliding_window,
+    "Qwen2Attention": lambda attention: attention.sliding_window,
+}
+_WHOLES = {*_ROTARY_ATTENTIONS, *_SILU_MLPS}
 # Norm, attention, sum, norm, MLP, sum, and nothing else.
 _PLAIN_LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer"}
 
@@ -135,14 +140,14 @@ _PLAIN_LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer"
 class _Packer:
     """Packs every weight once, however many modules share it; the originals go at once."""
 
-    def __init__(self, model: nn.Module, ops: PagedOps) -> None:
+    def __init__(self, model: nn.Module, ops: PagedOps, files: Iterable[Path]) -> None:
         self._ops = ops
         self._place = {
             id(m): m.weight.data_ptr() for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)
         }
         self._packed: dict[int, Any] = {}
         """Where a weight was → its packed form."""
-        self._mapped = MappedWeights()
+        self._mapped = MappedWeights(files)
 
     def linear(self, *linears: nn.Linear) -> PackedLinear:
         """One linear of the outputs of all, in their order."""
@@ -168,14 +173,16 @@ def _joined(tensors: list[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-def use_ops(model: nn.Module, ops: PagedOps) -> nn.Module:
+def use_ops(model: nn.Module, ops: PagedOps, files: Iterable[Path] = ()) -> nn.Module:
     """Replaces attentions, MLPs, norms, linears and embeddings tied to one, in place; returns the model.
+
+    ``files`` are those that its weights may be mapped from.
 
     The torch twins need no replacement: they are what the modules do already.
     """
     if ops.name == "torch":
         return model
-    packer = _Packer(model, ops)
+    packer = _Packer(model, ops, files)
     # Large ones first: a weight is held twice while it is packed, and then little else is held yet.
     wholes = [child for _, _, child in _children(model) if type(child).__name__ in _WHOLES]
     inside = {id(part) for whole in wholes for part in whole.modules()}
@@ -191,10 +198,11 @@ def use_ops(model: nn.Module, ops: PagedOps) -> nn.Module:
     for parent, name, child in _children(model):  # the linears that an embedding may be tied to are known now
         if type(child) is nn.Embedding and (tied := packer.embedding(child)) is not None:
             setattr(parent, name, tied)
-    if isinstance(ops, StackOps):
+    if getattr(ops, "stack", None) is not None:
+        stacking = cast(StackOps, ops)
         for parent, name, child in _children(model):
             if isinstance(child, nn.ModuleList) and (parts := _layer_parts(child)):
-                setattr(parent, name, nn.ModuleList([FusedStack(ops, parts)]))
+                setattr(parent, name, nn.ModuleList([FusedStack(stacking, parts)]))
     return model
 
 

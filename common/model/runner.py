@@ -20,6 +20,9 @@ from pagerelay.common.model.ops import PagedOps
 from pagerelay.common.model.replace import use_ops
 from pagerelay.common.wire.messages import PROTOCOL, Layout
 
+# transformers computes their angles from the largest position of the whole call, and keeps them.
+_STEP_ROPE = {"dynamic", "longrope"}
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -93,6 +96,13 @@ def read_facts(folder: Path, max_model_len: int | None, weights: str = "fp32") -
         raise StartupError(
             f"model {folder}: {whole.model_type} is not a decoder-only model with attention layers"
         )
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
+    if kinds & _STEP_ROPE:
+        raise StartupError(
+            f"model {folder}: rope type {', '.join(sorted(kinds & _STEP_ROPE))} turns every token by the "
+            "longest context in its step, so answers would depend on who else is served; not supported"
+        )
     heads = config.num_attention_heads
     limit = int(getattr(config, "max_position_embeddings", 0) or 2048)
     return ModelFacts(
@@ -121,7 +131,10 @@ class ModelRunner:
         except (OSError, ValueError, RuntimeError) as error:
             raise StartupError(f"model {folder} cannot be loaded: {str(error).splitlines()[0]}") from error
         model.requires_grad_(False).train(False)
-        self.model = use_ops(model, ops)
+        try:
+            self.model = use_ops(model, ops, folder.glob("*.safetensors"))
+        except ValueError as error:
+            raise StartupError(f"model {folder} cannot be served: {error}") from error
 
     @torch.inference_mode()
     def run(self, batch: Batch, pool: torch.Tensor) -> torch.Tensor:

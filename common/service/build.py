@@ -44,7 +44,7 @@ class Parts:
 
 def set_threads(config: Config) -> int:
     """CPU threads of this worker's model; a worker started alone takes half the cores, at least one."""
-    threads = config.engine.threads or max(1, (os.cpu_count() or 2) // 2)
+    threads = config.engine.threads or max(1, len(os.sched_getaffinity(0)) // 2)
     torch.set_num_threads(threads)
     return threads
 
@@ -57,6 +57,8 @@ def build_parts(
     ``cuda`` opens the runtime of a GPU by its number, where ``engine.device`` names one.
     """
     facts = read_facts(folder, config.model.max_model_len, config.engine.cpu_weights)
+    if (reason := ops.unsupported(facts.head_dim)) is not None:
+        raise StartupError(f"model {folder}: {reason}; start the workers with --cpu-ops torch")
     layout = facts.layout(config.cache.block_size)
     num_blocks = config.cache.num_blocks or (config.cache.kv_memory_mib << 20) // layout.block_bytes
     check_fits(num_blocks, layout.block_size)

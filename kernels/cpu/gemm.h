@@ -21,13 +21,7 @@ struct product {
 
 #define WIDEST (4 * LANES)
 
-struct tile {
-    const float *a, *b, *start;
-    float *out;
-    long a_stride, b_stride, panel_stride, start_stride, out_stride, depth;
-};
-
-INL void product_tile(const struct tile *j, const int rows, const int panels) {
+INL void product_tile(const struct product *j, const int rows, const int panels) {
     v16 sum[MAX_ROWS][4];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++) {
@@ -67,7 +61,7 @@ INL long widest(long rows) { /* panels a tile of so many rows takes at once */
 }
 
 /* clang-format off */
-static void run_tile(const struct tile *j, long rows, long panels) {
+static void run_tile(const struct product *j, long rows, long panels) {
     switch (rows * 8 + panels) {
 #if ISA == 512
         CASES_4(1) CASES_4(2) CASES_4(3) CASES_4(4) CASES_4(5) CASES_4(6)
@@ -86,7 +80,7 @@ static void product_rows(const struct product *j, long rows, long panels) {
     for (long panel = 0, take; panel < panels; panel += take) {
         for (take = widest(rows); take > panels - panel;) take >>= 1;
         const long column = panel * LANES;
-        const struct tile tile = {
+        const struct product tile = {
             .a = j->a,
             .b = j->b + panel * j->panel_stride,
             .start = j->start ? j->start + column : zeros,

@@ -6,7 +6,6 @@
 #include "rows.h"
 
 const struct kernels kernels_avx2 = {
-    .name = "avx2",
     .few_rows = FEW_ROWS,
     .block_rows = BLOCK_ROWS,
     .pack = pack_item,

@@ -6,7 +6,6 @@
 #include "rows.h"
 
 const struct kernels kernels_avx512 = {
-    .name = "avx512",
     .few_rows = FEW_ROWS,
     .block_rows = BLOCK_ROWS,
     .pack = pack_item,

@@ -47,7 +47,6 @@ struct attend_job {
 };
 
 struct kernels {
-    const char *name;
     long few_rows, block_rows; /* so many rows are one block; above, blocks have at most block_rows */
     void (*pack)(void *job, long item, void *scratch); /* an item is a row block */
     void (*linear)(void *job, long item, void *scratch);

@@ -1,5 +1,5 @@
-/* A thread pool that sleeps: workers of several processes share cores, so nobody spins for longer than the gap
- * between two jobs of one step, which is far shorter than waking a sleeper.
+/* A thread pool that sleeps: workers of several processes share cores. Before it sleeps a helper looks for the
+ * next job a few hundred times, as within a decode step that is there sooner than a sleeper can be woken.
  *
  * The caller works too. It opens a job, takes items from a shared counter with whichever helpers wake, closes
  * the job when no item is left and waits only for helpers that had begun: a helper the machine never
@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-#define SPINS 400 /* looks at a flag, tens of microseconds in all */
+#define SPINS 400
 
 typedef void (*item_fn)(void *job, long item, void *scratch);
 

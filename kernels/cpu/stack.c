@@ -59,6 +59,12 @@ static int run_layer(struct ops *o, const struct layer *l, const struct step *s,
     return 0;
 }
 
+/* Bytes of a struct that the caller lays out by itself, to be compared: 0 weight, 1 attend_job, 2 layer, 3 step. */
+EXPORT long ops_struct_bytes(int which) {
+    const size_t bytes[] = {sizeof(struct weight), sizeof(struct attend_job), sizeof(struct layer), sizeof(struct step)};
+    return (long)bytes[which];
+}
+
 /* x [rows, hidden] through count layers, in place; layers share their shapes. After an error x is undefined. */
 EXPORT int ops_layers(struct ops *o, const struct layer *layers, long count, const struct step *s, float *x) {
     if (count == 0 || s->rows == 0) return 0;

@@ -32,6 +32,7 @@ static int scarce_thread(pthread_t *t, const pthread_attr_t *a, void *(*run)(voi
 #define aligned_alloc scarce_aligned
 #define pthread_create scarce_thread
 #include "ops.c"
+#include "stack.c"
 #undef malloc
 #undef calloc
 #undef aligned_alloc
@@ -71,6 +72,33 @@ static int run_attend(struct ops *o, float *out) {
     return ops_attend(o, &job, QUERIES);
 }
 
+enum { MOST = LINEAR > ATTEND ? LINEAR : ATTEND };
+enum { HIDDEN = HEADS * DIM, QKV = (HEADS + 2 * KV_HEADS) * DIM, WIDTH = 40, LAYER_FLOATS = QUERIES * HIDDEN };
+static float hidden[LAYER_FLOATS], cosine[QUERIES * DIM], sine[QUERIES * DIM], norms[HIDDEN];
+static float wide[(QKV + PANEL) * HIDDEN]; /* panels of any of the layer's weights */
+static int64_t slots[QUERIES];
+static float layers_expected[LAYER_FLOATS];
+
+/* Two layers that share their weights and read one pool. */
+static int run_layers(struct ops *o, float *out) {
+    const struct layer one = {
+        .attention_norm = norms, .mlp_norm = norms, .eps = 1e-5f, .scale = 0.1f,
+        .qkv = {.panels = wide, .n = QKV, .k = HIDDEN}, .out = {.panels = wide, .n = HIDDEN, .k = HIDDEN},
+        .gate_up = {.panels = wide, .n = 2 * WIDTH, .k = HIDDEN}, .down = {.panels = wide, .n = HIDDEN, .k = WIDTH},
+    };
+    const struct layer layers[2] = {one, one};
+    const struct step step = {
+        .cosine = cosine, .sine = sine, .slots = slots, .pool = pool, .rows = QUERIES,
+        .attend = {
+            .tables = tables, .seq_lens = seq_lens, .query_starts = query_starts,
+            .block_stride = BLOCK_FLOATS, .blocks = BLOCKS, .sequences = SEQUENCES, .max_blocks = TABLE,
+            .heads = HEADS, .kv_heads = KV_HEADS, .block_size = BLOCK, .head_dim = DIM,
+        },
+    };
+    memcpy(out, hidden, sizeof hidden);
+    return ops_layers(o, layers, 2, &step, out);
+}
+
 static void must(bool true_, const char *what) {
     if (true_) return;
     fprintf(stderr, "FAILED: %s\n", what);
@@ -84,12 +112,14 @@ static struct ops *opened(int threads) {
 }
 
 static void check_both(struct ops *o) {
-    float *out = malloc((LINEAR > ATTEND ? LINEAR : ATTEND) * sizeof *out);
+    float *out = malloc(MOST * sizeof *out);
     must(out != NULL, "the driver's own memory");
     must(run_linear(o, out) == 0, "ops_linear");
     must(memcmp(out, linear_expected, sizeof linear_expected) == 0, "linear has other bits");
     must(run_attend(o, out) == 0, "ops_attend");
     must(memcmp(out, attend_expected, sizeof attend_expected) == 0, "attend has other bits");
+    must(run_layers(o, out) == 0, "ops_layers");
+    must(memcmp(out, layers_expected, sizeof layers_expected) == 0, "layers have other bits");
     free(out);
 }
 
@@ -98,10 +128,16 @@ static void prepare(void) {
     fill(weight, N * K);
     fill(pool, BLOCKS * BLOCK_FLOATS);
     fill(query, ATTEND);
+    fill(hidden, LAYER_FLOATS);
+    fill(norms, HIDDEN);
+    fill(wide, sizeof wide / sizeof *wide);
+    for (int i = 0; i < QUERIES * DIM; i++) cosine[i] = 1;
+    for (int i = 0; i < QUERIES; i++) slots[i] = -1; /* callers share the pool, so nobody writes it */
     for (int i = 0; i < SEQUENCES * TABLE; i++) tables[i] = i * 7 % BLOCKS;
     ops_pack(weight, panels, N, K, sizeof(float));
     struct ops *o = opened(1);
     must(run_linear(o, linear_expected) == 0 && run_attend(o, attend_expected) == 0, "the first calls");
+    must(run_layers(o, layers_expected) == 0, "the first layers");
     ops_close(o);
 }
 
@@ -151,7 +187,7 @@ static void fork_amid_calls(void) {
 }
 
 static void memory_runs_out(void) {
-    float *out = malloc((LINEAR > ATTEND ? LINEAR : ATTEND) * sizeof *out);
+    float *out = malloc(MOST * sizeof *out);
     bool all_granted = false;
     for (long granted = 0; !all_granted; granted++) {
         must(granted < 100, "the library allocates without end");
@@ -159,6 +195,7 @@ static void memory_runs_out(void) {
         struct ops *o = ops_open(isa, 3);
         int status = o ? run_attend(o, out) : NO_MEMORY;
         if (status == 0) status = run_linear(o, out);
+        if (status == 0) status = run_layers(o, out);
         all_granted = atomic_load(&allowance) > 0;
         atomic_store(&allowance, LONG_MAX);
         must(status == 0 || status == NO_MEMORY, "a status of its own for want of memory");

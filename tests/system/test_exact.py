@@ -45,13 +45,16 @@ async def check_shape(
     shape: dict[str, object],
     wanted: list[list[int]],
     expected: list[Expected],
-    sampled: dict[str, list[list[int]]],
+    sampled: dict[str, list[list[int]]] | None,
 ) -> dict[str, float]:
-    """All prompts alone and 16 at a time, greedy and seeded; returns what the metrics say of the shape."""
+    """All prompts alone and 16 at a time, greedy and (with ``sampled``) seeded; returns what the metrics say
+    of the shape."""
     split = "cluster__colocated" not in shape
     with running(model, cache__num_blocks=1024, **shape) as cluster:
         for at_once in (16, 1):
             assert_equal(await ask_all(cluster, wanted, at_once), expected)
+            if sampled is None:
+                continue
             seeded = await ask_all(cluster, wanted, at_once, temperature=0.8)
             assert sampled.setdefault("ids", seeded) == seeded, f"seeded ids differ, {at_once} at a time"
         await cluster.idle()
@@ -115,7 +118,8 @@ async def test_same_tokens_without_a_compiler(
     """Torch's own kernels serve where no C compiler is found."""
     wanted, expected = tiny_expected
     shape = {"worker__transport": "shm", "engine__cpu_ops": "torch"}
-    await check_shape(tiny_dir, shape, wanted, expected, {})
+    # No seeded ids: these kernels do not promise that a row's last bits are free of its batch.
+    await check_shape(tiny_dir, shape, wanted, expected, None)
 
 
 async def test_same_tokens_real_model(smollm_dir: Path) -> None:

@@ -76,6 +76,16 @@ def test_int8_linear(make_c: Callable[..., CpuOps], shape: tuple[int, int], rows
     assert (got.double() - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
+def test_int8_weights_of_odd_sizes(make_c: Callable[..., CpuOps]) -> None:
+    """Rows too small to be divided by their scale count as none; what is not finite has no scale."""
+    ops = make_c(1, int8_weights=True)
+    weight = torch.tensor([[1e-40, 0.0], [3.0, -4.0], [0.0, 0.0]])
+    assert ops.linear(torch.ones(1, 2), ops.pack(weight)).tolist()[0] == pytest.approx([0, -1, 0], abs=0.02)
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        with pytest.raises(ValueError, match="not finite"):
+            ops.pack(torch.tensor([[1.0, bad]]))
+
+
 def test_int8_embed_gives_the_rounded_rows(make_c: Callable[..., CpuOps]) -> None:
     _, weight, _ = weights((100, 48), 1)
     ids = torch.tensor([0, 99, 17, 17, 16, 15])

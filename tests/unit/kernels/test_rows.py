@@ -1,6 +1,7 @@
 """Norm, rotary embedding and gate: values against fp64, the C set's bits against themselves."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -37,7 +38,8 @@ def test_silu_mul(ops: Ops, shape: tuple[int, int]) -> None:
 def test_silu_mul_at_the_ends_of_the_range(ops: Ops) -> None:
     gate = torch.tensor([-1e30, -200.0, -90.0, 0.0, 90.0, 1e30, float("nan")])
     got = ops.silu_mul(torch.cat((gate, torch.ones(7))))
-    assert got[:4].abs().max() < 1e-6 or got[0].isnan()
+    assert got[1:4].abs().max() < 1e-6
+    assert got[0].isnan() or got[0].abs() < 1e-6
     assert got[4:6].tolist() == pytest.approx([90.0, 1e30])
     assert math.isnan(got[6])
 
@@ -82,8 +84,7 @@ def test_rotate_write_has_the_bits_of_torch(c_ops: CpuOps) -> None:
     assert torch.equal(other.nan_to_num(9.0), pool.nan_to_num(9.0))
 
 
-def test_bits_do_not_depend_on_the_instruction_set(make_c: object) -> None:
-    assert callable(make_c)
+def test_bits_do_not_depend_on_the_instruction_set(make_c: Callable[..., CpuOps]) -> None:
     torch.manual_seed(0)
     x, gate_up, weight = torch.randn(5, 580) * 10, torch.randn(5, 1160) * 10, torch.randn(580)
     old, new = make_c(1, "avx2"), make_c(1, "avx512")

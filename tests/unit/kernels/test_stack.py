@@ -96,6 +96,10 @@ def test_the_bits_of_the_single_operations(
     torch.manual_seed(0)
     ops = make_c(2, instruction_set, int8_weights=int8)
     layers = [make_parts(ops, window, biased=int8) for window in (None, 7, 1)]
+    # What is not dense fp32 is copied, and the copies live as long as the stack.
+    layers[0] = replace(layers[0], mlp_norm=torch.randn(2 * HIDDEN)[::2])
+    if layers[1].qkv[1] is not None:
+        layers[1] = replace(layers[1], qkv=(layers[1].qkv[0], torch.randn(2 * QKV)[::2]))
     step = make_step(rows)
     before, pools = step.x.clone(), (step.pool.clone(), step.pool.clone())
     got = run(ops, ops.stack(layers), step, pools[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from transformers import (
     Qwen3Config,
 )
 
+from pagerelay.common.errors import StartupError
 from pagerelay.common.model.batch import Row, build_batch
 from pagerelay.common.model.replace import FusedMlp, FusedStack, PackedEmbedding, PackedLinear
-from pagerelay.common.model.runner import ModelRunner
+from pagerelay.common.model.runner import ModelRunner, read_facts
 from pagerelay.kernels.cpu_build import KernelUnavailable, find_compiler
 from pagerelay.kernels.cpu_ops import CpuOps
 from pagerelay.kernels.torch_ops import TorchOps
@@ -31,7 +33,7 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 24,
     "max_position_embeddings": 128,
     "initializer_range": 0.3,
 }
@@ -39,11 +41,34 @@ WINDOWED = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers
 MODELS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "llama-biased": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "llama-stray-window": LlamaConfig(**SIZES, sliding_window=20),  # a setting that the model never reads
+    "llama-one-kv-head": LlamaConfig(**SIZES | {"num_key_value_heads": 1}),
+    "llama-gelu": LlamaConfig(**SIZES, hidden_act="gelu"),
+    "llama3-rope": LlamaConfig(
+        **SIZES,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "llama-yarn": LlamaConfig(
+        **SIZES,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    ),
     "mistral-window": MistralConfig(**SIZES, sliding_window=20),
     "qwen2-window": Qwen2Config(**SIZES, **WINDOWED),
     "qwen3": Qwen3Config(**SIZES),  # norms between the projections and the embedding: linear by linear
 }
-STACKED = {"llama", "llama-biased", "mistral-window", "qwen2-window"}
+UNSTACKED = {"qwen3", "llama-gelu"}
 
 
 class Unstacked:
@@ -81,7 +106,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def logits(folder: Path, ops: Any, token_ids: list[int]) -> Tensor:
     """Of every position: a chunk of 50 with a neighbour's row in between, then one by one."""
-    runner, pool = ModelRunner(folder, ops), torch.full((40, 3, 2, 2, 16, 16), float("nan"))
+    kv_heads = read_facts(folder, None).num_kv_heads
+    runner, pool = ModelRunner(folder, ops), torch.full((40, 3, 2, kv_heads, 16, 24), float("nan"))
     blocks, other = list(range(3, 20)), list(range(20, 37))
     rows = []
     for start in [0, *range(50, len(token_ids))]:
@@ -116,12 +142,23 @@ def test_one_call_has_the_bits_of_the_single_operations(
 def test_what_is_taken_over(folder: Path, c_ops: CpuOps) -> None:
     model: Any = ModelRunner(folder, c_ops).model
     kinds = {type(module) for module in model.modules()}
-    stacked = folder.name in STACKED
-    assert (FusedStack in kinds) == stacked
-    assert (FusedMlp in kinds) != stacked  # the parts are in the stack
+    assert (FusedStack in kinds) == (folder.name not in UNSTACKED)
+    assert (FusedMlp in kinds) == (folder.name == "qwen3")  # else it is in the stack, or not known
     assert type(model.lm_head) is PackedLinear
     assert (PackedEmbedding in kinds) == (folder.name == "llama")
     assert sum(parameter.numel() for parameter in model.parameters()) == sum(
         module.weight.numel() for module in model.modules() if type(module) is torch.nn.Embedding
     )  # no second copy of what was packed
     assert type(ModelRunner(folder, TorchOps()).model.lm_head) is torch.nn.Linear
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_angles_that_depend_on_the_step_are_refused(tmp_path: Path, kind: str) -> None:
+    factors = [1.0] * 12
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
+    if kind == "longrope":
+        rope |= {"short_factor": factors, "long_factor": factors}
+    config = LlamaConfig(**SIZES).to_dict() | {"rope_parameters": rope}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(StartupError, match=f"rope type {kind}"):
+        read_facts(tmp_path, None)
