@@ -52,7 +52,7 @@ class DecodeEngine(EngineCore):
         self._queue: list[Sequence] = []
         self._handles: dict[str, KvHandle] = {}
         self._fetching: dict[str, Sequence] = {}
-        self._ending: set[int] = set()
+        self._ending: dict[int, Sequence] = {}
         """Given-up fetches whose copy may still run: their blocks are on their way back."""
         self._deltas: dict[str, list[TokenDelta]] = {}
         self.cancelled_fetches: list[Sequence] = []
@@ -72,6 +72,7 @@ class DecodeEngine(EngineCore):
             if job.handle is None:
                 self.scheduler.add_waiting(seq)
             else:
+                seq.holder = "fetch"
                 self._handles[job.request_id] = job.handle
                 insort(self._queue, seq, key=by_age)
 
@@ -113,6 +114,7 @@ class DecodeEngine(EngineCore):
                 return  # aborted meanwhile; fetch_ended gives its blocks back
             seq.machine.move("READY")
             seq.machine.move("RUNNING")
+            self._hold_as(seq, "sequence")
             del self._fetching[seq.request_id]
             self.scheduler.num_elsewhere = len(self._fetching)
             seq.num_computed = seq.num_given
@@ -151,7 +153,7 @@ class DecodeEngine(EngineCore):
             if seq.doomed:
                 self._give_back(seq)
                 seq.doomed = False
-            self._ending.discard(id(seq))
+            self._ending.pop(id(seq), None)
 
     # ------------------------------------------------------------------ the step
 
@@ -221,13 +223,16 @@ class DecodeEngine(EngineCore):
             del self._fetching[seq.request_id]
             self.scheduler.num_elsewhere = len(self._fetching)
             seq.doomed = True
-            self._ending.add(id(seq))
+            self._ending[id(seq)] = seq
             self.cancelled_fetches.append(seq)
         else:
             self._leave(seq)
 
     def _failed(self, seq: Sequence) -> None:
         self._end(seq, "ABORTED")
+
+    def _leaving(self) -> list[Sequence]:
+        return [*super()._leaving(), *self._ending.values()]
 
     # ------------------------------------------------------------------ reading
 

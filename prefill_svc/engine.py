@@ -199,7 +199,7 @@ class PrefillEngine(EngineCore):
             return
         seq.machine.move("LEASED")
         self.scheduler.remove(seq)
-        self.blocks.move(seq.block_ids, "held", "leased")
+        self._hold_as(seq, "lease")
         lease.first_token = token
         self._announce(lease)
 
@@ -229,7 +229,6 @@ class PrefillEngine(EngineCore):
 
     def _end(self, seq: Sequence, state: str, reason: str | None = None) -> None:
         """The one place where a prompt's blocks are given back."""
-        leased = seq.machine.state == "LEASED"
         seq.machine.move(state)
         del self._by_request[seq.request_id]
         lease = self._lease_of.pop(seq.request_id, None)
@@ -240,11 +239,7 @@ class PrefillEngine(EngineCore):
                 self._outbox.to_peer.append(
                     (lease.peer, LeaseLost(lease=lease.id, reason=reason, ended=ended))
                 )
-        if leased:
-            self.blocks.drop(seq.block_ids, "leased")
-            seq.block_ids = []
-        else:
-            self._leave(seq)
+        self._leave(seq)
 
     # ------------------------------------------------------------------ reading
 

@@ -109,6 +109,11 @@ class _Workers(Collector):
         blocks = GaugeMetricFamily(
             "pagerelay_blocks", "KV blocks by condition", labels=["worker", "role", "condition"]
         )
+        holders = GaugeMetricFamily(
+            "pagerelay_block_holders",
+            "KV blocks with at least one holder of the kind",
+            labels=["worker", "role", "kind"],
+        )
         seqs = GaugeMetricFamily("pagerelay_sequences", "Sequences", labels=["worker", "role", "condition"])
         due = GaugeMetricFamily(
             "pagerelay_outstanding_prefill_tokens",
@@ -121,11 +126,13 @@ class _Workers(Collector):
             load = entry.load
             for condition in ("total", "free", "held", "leased", "cached"):
                 blocks.add_metric([*who, condition], getattr(load.blocks, condition))
+            for kind in ("sequence", "fetch", "lease", "prefix"):
+                holders.add_metric([*who, kind], getattr(load.blocks, f"by_{kind}"))
             seqs.add_metric([*who, "running"], load.running)
             seqs.add_metric([*who, "waiting"], load.waiting)
             due.add_metric(who, load.outstanding_prefill_tokens)
             up.add_metric(who, 1)
-        yield from (blocks, seqs, due, up)
+        yield from (blocks, holders, seqs, due, up)
 
 
 def _counters(total: Counters) -> Iterator[Metric]:
@@ -153,6 +160,7 @@ def _counters(total: Counters) -> Iterator[Metric]:
         ),
         ("pagerelay_engine_step_seconds", total.step_seconds, "Time spent in steps"),
         ("pagerelay_worker_tokens", total.tokens_generated, "Tokens sampled"),
+        ("pagerelay_ledger_faults", total.ledger_faults, "Block ledgers found broken; always 0"),
         ("pagerelay_leases_expired", total.leases_expired, "Leases that ran out"),
         ("pagerelay_preemptions", total.preemptions, "Sequences preempted for want of blocks"),
         (

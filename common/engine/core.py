@@ -18,7 +18,7 @@ from pagerelay.common.engine.scheduler import Scheduler
 from pagerelay.common.engine.sequence import Sequence
 from pagerelay.common.errors import StartupError
 from pagerelay.common.hashing import PrefixHasher
-from pagerelay.common.kv.blocks import BlockPool, PrefixCache
+from pagerelay.common.kv.blocks import BlockPool, Holder, PrefixCache
 from pagerelay.common.kv.pool import KvPool
 from pagerelay.common.model.batch import Batch, Row, build_batch
 from pagerelay.common.model.runner import ModelFacts, ModelRunner
@@ -253,8 +253,17 @@ class EngineCore(ABC):
             self._give_back(seq)
 
     def _give_back(self, seq: Sequence) -> None:
-        self.blocks.drop(seq.block_ids)
+        self.blocks.drop(seq.block_ids, seq.holder)
         seq.block_ids = []
+
+    def _hold_as(self, seq: Sequence, holder: Holder) -> None:
+        """Its blocks stay its own and serve another purpose from now on."""
+        self.blocks.move(seq.block_ids, seq.holder, holder)
+        seq.holder = holder
+
+    def _leaving(self) -> list[Sequence]:
+        """Sequences that have left and whose blocks somebody still touches."""
+        return [seq for seq in self._in_step if seq.doomed]
 
     # ------------------------------------------------------------------ reading
 
@@ -262,12 +271,21 @@ class EngineCore(ABC):
         with self.lock:
             return self.blocks.counts()
 
-    def check_idle(self) -> bool:
-        """Recounts the ledger; True if no sequence is here. Raises if blocks are lost or held by nobody."""
+    def check_ledger(self) -> None:
+        """Recounts the ledger from the sequences that are here. Raises :class:`PagerelayError` if a block is
+        lost, or held by nobody who will give it back."""
         with self.lock:
-            self.blocks.check()
-            counts = self.blocks.counts()
-            return not (self.scheduler.waiting or self.scheduler.running or counts.held or counts.leased)
+            here = [*self._by_request.values(), *self._leaving()]
+            self.blocks.check_holders((seq.holder, seq.block_ids) for seq in here)
+
+    def check_idle(self) -> bool:
+        """True if no sequence is here; then the ledger has been recounted, and every block is free or cached.
+        Raises :class:`PagerelayError` if it is not so."""
+        with self.lock:
+            if self._by_request or self._leaving():
+                return False
+            self.check_ledger()
+            return True
 
 
 def check_fits(num_blocks: int, block_size: int) -> None:

@@ -262,11 +262,12 @@ class Worker(ABC):
     def _check_ledger(self) -> None:
         """Conservation, recounted whenever nothing runs. A broken ledger is a fault of ours: said once, and
         loudly."""
-        if not self._ledger_broken and self._idle():
+        if not self._ledger_broken:
             try:
                 self.engine.check_idle()
             except PagerelayError as error:
                 self._ledger_broken = True
+                self.counters.ledger_faults += 1
                 log.critical("%s", error)
 
     # ------------------------------------------------------------------ links' questions

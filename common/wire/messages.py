@@ -110,13 +110,21 @@ class KvHandle(Struct, frozen=True, kw_only=True):
 
 
 class BlockCounts(Struct, frozen=True, kw_only=True):
-    """The ledger: ``free + held + leased + cached == total`` always."""
+    """The ledger: ``free + held + leased + cached == total`` always.
+
+    ``by_…`` count the blocks that have at least one holder of that kind; a block may have several kinds.
+    """
 
     total: int = 0
     free: int = 0
     held: int = 0
     leased: int = 0
     cached: int = 0
+    by_sequence: int = 0
+    by_fetch: int = 0
+    by_lease: int = 0
+    by_prefix: int = 0
+    """Known to the prefix cache; only those that nobody else holds are ``cached``."""
 
 
 class Load(Struct, frozen=True, kw_only=True):
@@ -177,6 +185,8 @@ class Counters(Struct, kw_only=True):
     step_seconds: float = 0.0
     leases_expired: int = 0
     preemptions: int = 0
+    ledger_faults: int = 0
+    """Times that the block ledger was found broken: always 0, or there is a fault in pagerelay."""
     dropped_messages: int = 0
     fetched_blocks: dict[str, int] = field(default_factory=dict)
     """By transport in use."""

@@ -248,7 +248,7 @@ def run_dry(engine: EngineCore, most: int = 500) -> Outbox:
     sent = Outbox()
     for _ in range(most):
         worked = engine.step()
-        engine.blocks.check()
+        engine.check_ledger()
         outbox = engine.take_outbox()
         sent.to_router += outbox.to_router
         sent.to_peer += outbox.to_peer

@@ -275,8 +275,8 @@ class Hands:
             self.deliver()
 
     def check(self) -> None:
-        self.p.blocks.check()
-        self.d.blocks.check()
+        self.p.check_ledger()
+        self.d.check_ledger()
 
     def step(self) -> bool:
         """Both engines compute one step, then all that follows is delivered."""

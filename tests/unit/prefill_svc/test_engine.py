@@ -23,6 +23,7 @@ from engines import (
 )
 from msgspec import structs
 
+from pagerelay.common.errors import PagerelayError
 from pagerelay.common.wire.messages import (
     Commit,
     Failed,
@@ -571,3 +572,10 @@ def test_a_step_that_fails_fails_its_requests_and_nothing_else() -> None:
     assert [type(message) for _, message in run] == [PrefillStarted, FirstToken]
     engine.abort("t", 1)
     assert_idle(engine)
+
+
+def test_a_block_held_by_nobody_is_found_out_when_idle() -> None:
+    engine = prefill_engine(8)
+    engine.blocks.take(1)
+    with pytest.raises(PagerelayError, match="not held as their holders"):
+        engine.check_idle()
