@@ -10,6 +10,9 @@ The life of a request here::
     chunks
                   between the others' tokens
     FINISHED      its last token is out
+    LEASED        this worker drains: the router has asked for it, and another decode worker fetches its
+    blocks;
+                  RELEASED when that one has confirmed, EXPIRED if nobody came
     PREEMPTED     the youngest, when a block is missing for an older one: it recovers through the router
     FETCH_FAILED  P or the lease was lost: it recovers through the router
     ABORTED       the router took it back
@@ -20,7 +23,8 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass
 
-from pagerelay.common.engine.core import EngineCore, EngineLimits
+from pagerelay.common.engine.core import EngineLimits
+from pagerelay.common.engine.leasing import Leasing, LeasingEngine
 from pagerelay.common.engine.scheduler import by_age
 from pagerelay.common.engine.sequence import Sequence
 from pagerelay.common.kv.pool import KvPool
@@ -28,6 +32,7 @@ from pagerelay.common.model.runner import ModelFacts, ModelRunner
 from pagerelay.common.states import DECODE, Machine
 from pagerelay.common.wire.messages import (
     DecodeJob,
+    Detached,
     FinishReason,
     HandedOver,
     KvHandle,
@@ -46,15 +51,19 @@ class Intake:
     from_block: int
 
 
-class DecodeEngine(EngineCore):
-    def __init__(self, runner: ModelRunner, facts: ModelFacts, pool: KvPool, limits: EngineLimits) -> None:
-        super().__init__(runner, facts, pool, limits)
+class DecodeEngine(LeasingEngine):
+    def __init__(
+        self, runner: ModelRunner, facts: ModelFacts, pool: KvPool, limits: EngineLimits, leasing: Leasing
+    ) -> None:
+        super().__init__(runner, facts, pool, limits, leasing)
         self._queue: list[Sequence] = []
         self._handles: dict[str, KvHandle] = {}
         self._fetching: dict[str, Sequence] = {}
         self._ending: dict[int, Sequence] = {}
         """Given-up fetches whose copy may still run: their blocks are on their way back."""
         self._deltas: dict[str, list[TokenDelta]] = {}
+        self._detaching: set[str] = set()
+        """Requests to be detached when the running step has ended."""
         self.cancelled_fetches: list[Sequence] = []
         """Fetches that must be given up; the worker takes them from here and ends them with
         :meth:`fetch_ended`."""
@@ -160,10 +169,18 @@ class DecodeEngine(EngineCore):
     def step(self) -> bool:
         worked = super().step()
         with self.lock:
-            for owner, deltas in self._deltas.items():
-                self._outbox.to_router.append((owner, Tokens(deltas=deltas)))
-            self._deltas = {}
+            self._flush_deltas()
+            detaching, self._detaching = self._detaching, set()
+            for request_id in detaching:
+                seq = self._by_request.get(request_id)
+                if seq is not None:
+                    self.detach(request_id, seq.attempt)
         return worked
+
+    def _flush_deltas(self) -> None:
+        for owner, deltas in self._deltas.items():
+            self._outbox.to_router.append((owner, Tokens(deltas=deltas)))
+        self._deltas = {}
 
     def _admitted(self, seq: Sequence) -> None:
         seq.machine.move("RUNNING")
@@ -187,9 +204,51 @@ class DecodeEngine(EngineCore):
                 num_computed_tokens=computed,
             )
             self._outbox.to_router.append((seq.owner, handed))
-        self._deltas.setdefault(seq.owner, []).append(self._delta(seq, token, index, reason))
+        else:
+            self._deltas.setdefault(seq.owner, []).append(self._delta(seq, token, index, reason))
         if reason is not None:
             self._end(seq, "FINISHED")
+
+    def detach(self, request_id: str, attempt: int) -> None:
+        """Stops decoding and keeps the KV for another decode worker, who samples the next token. Said
+        again, it is answered again; while its prompt is not complete here it is left alone."""
+        with self.lock:
+            seq = self._by_request.get(request_id)
+            if seq is None or seq.attempt != attempt:
+                self.on_dropped("Detach", "late")
+                return
+            if seq.in_step:
+                self._detaching.add(request_id)
+                return
+            if seq.machine.state == "RUNNING" and seq.num_tokens > seq.num_given:
+                self._detach(seq)
+                self._flush_deltas()  # what it has sampled goes before the news that it stands still
+            self._tell_detached(seq)
+
+    def _tell_detached(self, seq: Sequence) -> None:
+        lease = self._lease_of.get(seq.request_id)
+        if lease is not None:
+            detached = Detached(request_id=seq.request_id, attempt=seq.attempt, handle=lease.handle)
+            self._outbox.to_router.append((seq.owner, detached))
+
+    def _detach(self, seq: Sequence) -> None:
+        """The last token's KV is not computed: the lease covers those before it."""
+        seq.machine.move("LEASED")
+        lease = self._open_lease(seq, seq.num_computed)
+        spare = seq.block_ids[self.scheduler.blocks_for(seq.num_computed) :]
+        if spare:
+            self.blocks.drop(spare, seq.holder)
+            del seq.block_ids[-len(spare) :]
+        self._complete_lease(lease, seq.token_ids[-1])
+
+    def _repeat(self, seq: Sequence, next_index: int) -> None:
+        """Those of its tokens that are not on their way already with the step's own message."""
+        first = max(next_index, seq.first_index)
+        tokens = seq.token_ids[seq.num_given + first - seq.first_index :]
+        if tokens:
+            deltas = [self._delta(seq, token, index) for index, token in enumerate(tokens, first)]
+            self._outbox.to_router.append((seq.owner, Tokens(deltas=deltas)))
+        self._tell_detached(seq)
 
     @staticmethod
     def _delta(seq: Sequence, token: int, index: int, reason: FinishReason | None = None) -> TokenDelta:
@@ -215,7 +274,8 @@ class DecodeEngine(EngineCore):
         """The one place where a request leaves: its blocks go back now, or when nobody touches them any
         more."""
         seq.machine.move(state)
-        del self._by_request[seq.request_id]
+        self._forget(seq)
+        self._close_lease(seq, reason, ended=state == "ABORTED")
         self._handles.pop(seq.request_id, None)
         if seq in self._queue:
             self._queue.remove(seq)

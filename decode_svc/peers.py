@@ -12,7 +12,7 @@ from typing import Any
 
 from pagerelay.common.errors import TransferError, WireError
 from pagerelay.common.wire.auth import CurveKeys
-from pagerelay.common.wire.codec import Decoder, encode
+from pagerelay.common.wire.codec import MAX_CONTROL_BYTES, Decoder, encode
 from pagerelay.common.wire.messages import (
     Blocks,
     Fetch,
@@ -20,7 +20,6 @@ from pagerelay.common.wire.messages import (
     LeaseLost,
     PoolAddress,
     Read,
-    Release,
     Renew,
     ToDecode,
     ToPrefill,
@@ -39,14 +38,14 @@ class Inbox:
     """News about one lease. ``reads``: answers due for blocks asked for over the wire, in the order asked."""
 
     news: asyncio.Queue[ToDecode] = field(default_factory=asyncio.Queue)
-    reads: list[asyncio.Future[list[memoryview]]] = field(default_factory=list)
+    reads: list[tuple[list[int], asyncio.Future[list[memoryview]]]] = field(default_factory=list)
 
 
 class PeerLink:
     """The data link to one incarnation of one prefill worker."""
 
     def __init__(
-        self, handle: KvHandle, keys: CurveKeys | None, spawn: Spawn, on_dropped: Callable[[], None]
+        self, handle: KvHandle, keys: CurveKeys | None, spawn: Spawn, on_dropped: Callable[[str, str], None]
     ) -> None:
         self.worker_id = handle.worker_id
         self._on_dropped = on_dropped
@@ -57,7 +56,7 @@ class PeerLink:
             secrets.token_bytes(16),
             keys,
             "the peer's data endpoint",
-            max_frame_bytes=MAX_BLOCK_BYTES,
+            max_frame_bytes=min(max(handle.layout.block_bytes, MAX_CONTROL_BYTES), MAX_BLOCK_BYTES),
         )
         self._inboxes: dict[int, Inbox] = {}
         self._task = spawn(self._receive())
@@ -84,7 +83,7 @@ class PeerLink:
 
     def close_lease(self, lease: int) -> None:
         inbox = self._inboxes.pop(lease, None)
-        for read in inbox.reads if inbox is not None else ():
+        for _, read in inbox.reads if inbox is not None else ():
             read.cancel()
 
     async def read(self, lease: int, block_ids: Sequence[int]) -> list[memoryview]:
@@ -92,15 +91,12 @@ class PeerLink:
         if inbox is None:
             raise TransferError("the lease is closed")
         answer: asyncio.Future[list[memoryview]] = asyncio.get_running_loop().create_future()
-        inbox.reads.append(answer)
+        inbox.reads.append((list(block_ids), answer))
         await self.send(Read(lease=lease, block_ids=list(block_ids)))
         return await answer
 
-    async def renew(self, leases: list[int]) -> None:
-        await self.send(Renew(leases=leases))
-
-    async def release(self, lease: int, received: bool) -> None:
-        await self.send(Release(lease=lease, received=received))
+    async def renew(self, tickets: dict[int, str]) -> None:
+        await self.send(Renew(tickets=tickets))
 
     async def _receive(self) -> None:
         while True:
@@ -108,20 +104,23 @@ class PeerLink:
             try:
                 message = _decode(frames[0] if frames else b"")
             except WireError as error:
-                self._on_dropped()
+                self._on_dropped("unknown", "malformed")
                 log.warning("dropped a message of %s: %s", self.worker_id, error)
                 continue
             inbox = self._inboxes.get(message.lease)
             if inbox is None:
-                continue  # late news about a lease that is no longer ours
+                self._on_dropped(type(message).__name__, "late")  # the lease is no longer ours
+                continue
             if isinstance(message, Blocks):
-                if inbox.reads:
-                    read = inbox.reads.pop(0)
+                if inbox.reads and inbox.reads[0][0] == message.block_ids:
+                    _, read = inbox.reads.pop(0)
                     if not read.done():
                         read.set_result(frames[1:])
+                else:  # not the answer that is due: one was lost or repeated with a connection
+                    self._on_dropped("Blocks", "repeated")
                 continue
             if isinstance(message, LeaseLost):
-                for read in inbox.reads:
+                for _, read in inbox.reads:
                     if not read.done():
                         read.set_exception(TransferError(f"the lease is gone: {message.reason}"))
                 inbox.reads.clear()
@@ -144,7 +143,7 @@ class Peers:
         keys: CurveKeys | None,
         clock: Callable[[], float],
         spawn: Spawn,
-        on_dropped: Callable[[], None],
+        on_dropped: Callable[[str, str], None],
         idle_s: float = 60.0,
     ) -> None:
         """``spawn`` starts a task whose failure does not go unnoticed."""

@@ -16,14 +16,14 @@ from pagerelay.common.transport.tcp import TcpBackend
 from pagerelay.common.wire.auth import CurveKeys
 from pagerelay.common.wire.messages import (
     DecodeJob,
+    Detach,
     KvHandle,
     Load,
-    Message,
     Role,
     ToWorker,
 )
 from pagerelay.decode_svc.engine import DecodeEngine, Intake
-from pagerelay.decode_svc.intake import BackendChoice, LeaseEnded, fetch_prompt
+from pagerelay.decode_svc.intake import BackendChoice, CorruptBlocks, LeaseEnded, fetch_prompt
 from pagerelay.decode_svc.peers import Peers
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,11 @@ class DecodeWorker(Worker):
         if colocated:
             self.role = "colocated"
         super().__init__(config, keys, parts)
-        self.engine: DecodeEngine = DecodeEngine(parts.runner, parts.facts, parts.pool, parts.limits)
+        self.engine: DecodeEngine = DecodeEngine(
+            parts.runner, parts.facts, parts.pool, parts.limits, self.leasing()
+        )
+        if config.worker.drain == "hand-over":
+            self.data = self.make_data_link(self.engine)
         shm = parts.backend if isinstance(parts.backend, ShmBackend) else ShmBackend()
         self._backends = (shm, TcpBackend(config.worker.tcp_window_blocks))
         self._choice = BackendChoice(config.worker.transport, *self._backends, probe=shm.attach)
@@ -49,19 +53,14 @@ class DecodeWorker(Worker):
 
     # ------------------------------------------------------------------ fetching
 
-    async def start_data_link(self) -> None:
-        pass  # a decode worker dials; nobody fetches from it
-
     async def stop_data_link(self) -> None:
+        await super().stop_data_link()
         for task in self._fetches.values():
             task.cancel()
         await asyncio.gather(*self._fetches.values(), return_exceptions=True)
         await self._peers.close()
         for backend in {*self._backends, self.parts.backend}:
             backend.close()
-
-    async def send_to_peer(self, peer: bytes, message: Message) -> None:
-        raise TransferError("a decode worker has no peers that dial it")
 
     def after_step(self) -> None:
         """Starts the fetches that there is room for now, and stops those that nobody wants any more."""
@@ -105,6 +104,7 @@ class DecodeWorker(Worker):
                 self.parts.pool,
                 patience_s=self.config.worker.lease_s / 4,
                 clock=self.clock,
+                checksums=self.config.worker.checksums,
             )
         except ConfigError as error:
             log.error("%s", error)
@@ -112,6 +112,8 @@ class DecodeWorker(Worker):
         except LeaseEnded:
             self.engine.fetch_pointless(seq)
         except TransferError as error:
+            if isinstance(error, CorruptBlocks):
+                self.counters.corrupt_blocks += len(error.block_ids)
             log.warning("fetch from %s failed: %s", handle.worker_id, error)
             self.engine.fetch_failed(seq, str(error), retryable=True)
         else:
@@ -129,6 +131,7 @@ class DecodeWorker(Worker):
         counters.prompt_tokens_received += seq.num_given - cached
 
     def tick(self) -> None:
+        super().tick()
         self.counters.preemptions = self.engine.num_preempted
         now = self.clock()
         if now - self._renewed_at > self.config.worker.lease_s / 4:
@@ -140,12 +143,12 @@ class DecodeWorker(Worker):
 
     async def _renew(self, handles: list[KvHandle]) -> None:
         """Requests that wait for room here keep their KV on P."""
-        leases: dict[str, list[int]] = {}
+        tickets: dict[str, dict[int, str]] = {}
         for handle in handles:
-            leases.setdefault(handle.incarnation, []).append(handle.lease)
+            tickets.setdefault(handle.incarnation, {})[handle.lease] = handle.ticket
         for handle in {handle.incarnation: handle for handle in handles}.values():
             try:
-                await self._peers.link(handle).renew(leases[handle.incarnation])
+                await self._peers.link(handle).renew(tickets[handle.incarnation])
             except TransferError as error:
                 log.debug("could not renew leases on %s: %s", handle.worker_id, error)
 
@@ -155,10 +158,11 @@ class DecodeWorker(Worker):
 
     # ------------------------------------------------------------------ routers
 
-    def submit(self, router_id: str, message: ToWorker) -> bool:
+    def submit(self, router_id: str, message: ToWorker) -> None:
         if isinstance(message, DecodeJob):
             self.engine.submit(router_id, message)
-        return isinstance(message, DecodeJob)
+        elif isinstance(message, Detach):
+            self.engine.detach(message.request_id, message.attempt)
 
     def load(self) -> Load:
         engine = self.engine
@@ -169,4 +173,5 @@ class DecodeWorker(Worker):
             outstanding_prefill_tokens=engine.outstanding_tokens(),
             busy_for_s=self.busy_for_s(),
             draining=self.draining,
+            hands_over=self.draining and self.data is not None,
         )

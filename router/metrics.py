@@ -78,16 +78,25 @@ class RouterMetrics:
         self.recoveries = Counter(
             "pagerelay_recoveries", "Requests dispatched anew", ["cause"], registry=collector
         )
-        self.late_messages = Counter(
-            "pagerelay_late_messages", "News of older attempts, dropped as they must be", registry=collector
+        self.moved = Counter(
+            "pagerelay_moved_requests",
+            "Running requests handed over from a draining decode worker to another",
+            registry=collector,
         )
-        self.dropped_messages = Counter(
-            "pagerelay_dropped_messages", "Messages nobody waits for", registry=collector
+        self.dropped = Counter(
+            "pagerelay_dropped_messages",
+            "Workers' messages that the router dropped",
+            ["kind", "reason"],
+            registry=collector,
         )
         self.loop_lag = Gauge(
             "pagerelay_event_loop_lag_seconds", "How late the router's own timer was", registry=collector
         )
         self.collector.register(_Workers(registry))
+
+    def drop(self, kind: str, reason: str) -> None:
+        """Counts a message that came to nothing. Both labels are from closed sets."""
+        self.dropped.labels(kind=kind, reason=reason).inc()
 
     def expose(self) -> bytes:
         return generate_latest(self.collector)
@@ -151,6 +160,14 @@ def _counters(total: Counters) -> Iterator[Metric]:
         for kind, amount in transport.items():
             family.add_metric([kind], amount)
         yield family
+    dropped = CounterMetricFamily(
+        "pagerelay_worker_dropped_messages",
+        "Messages that workers dropped or could not deliver",
+        labels=["kind", "reason"],
+    )
+    for key, amount in total.dropped.items():
+        dropped.add_metric(key.split("/"), amount)
+    yield dropped
     for name, value, help_text in (
         ("pagerelay_engine_steps", total.steps, "Engine steps"),
         (
@@ -160,6 +177,11 @@ def _counters(total: Counters) -> Iterator[Metric]:
         ),
         ("pagerelay_engine_step_seconds", total.step_seconds, "Time spent in steps"),
         ("pagerelay_worker_tokens", total.tokens_generated, "Tokens sampled"),
+        (
+            "pagerelay_corrupt_blocks",
+            total.corrupt_blocks,
+            "Fetched KV blocks that did not match their checksum",
+        ),
         ("pagerelay_ledger_faults", total.ledger_faults, "Block ledgers found broken; always 0"),
         ("pagerelay_leases_expired", total.leases_expired, "Leases that ran out"),
         ("pagerelay_preemptions", total.preemptions, "Sequences preempted for want of blocks"),
@@ -167,11 +189,6 @@ def _counters(total: Counters) -> Iterator[Metric]:
             "pagerelay_transport_fallbacks",
             total.fallbacks,
             "Peers reached over tcp although shm was preferred",
-        ),
-        (
-            "pagerelay_worker_dropped_messages",
-            total.dropped_messages,
-            "Messages that workers could not deliver or read",
         ),
     ):
         yield CounterMetricFamily(name, help_text, value=value)

@@ -1,9 +1,9 @@
 """Block ids and who holds them. No bytes here, no clocks, no I/O.
 
-Holders are counted per block and kind: a *sequence* computes with it, a *fetch* writes into it, a *lease* keeps
-it for a worker that has still to fetch it. The *prefix cache* is a holder too, and the only one that gives way
-when room is needed. So a block is in exactly one of four conditions, and ``free + held + leased + cached ==
-total`` always:
+Holders are counted per block and kind: a *sequence* computes with it, a *fetch* writes into it, a *lease*
+keeps it for a worker that has still to fetch it. The *prefix cache* is a holder too, and the only one that
+gives way when room is needed. So a block is in exactly one of four conditions, and ``free + held + leased +
+cached == total`` always:
 
 * held: a sequence or a fetch has it (several sequences may share it),
 * leased: nobody here uses it, another worker still has to fetch it,
@@ -62,8 +62,8 @@ class PrefixCache:
         return len(self._key_of)
 
     def forget(self, block: int) -> bool:
-        """What the block holds is not to be trusted: no new prompt gets it. True if it waited for eviction, and
-        is free now."""
+        """What the block holds is not to be trusted: no new prompt gets it. True if it waited for
+        eviction, and is free now."""
         key = self._key_of.pop(block, None)
         if key is not None:
             del self._id_of[key]
@@ -136,8 +136,8 @@ class BlockPool:
             )
 
     def check_holders(self, shares: Iterable[tuple[Holder, Sequence[int]]]) -> None:
-        """Compares the books with ``shares``, what each holder says that it has: a block that is held by nobody
-        who knows of it would never come back. Raises :class:`PagerelayError` naming such blocks."""
+        """Compares the books with ``shares``, what each holder says that it has: a block that is held by
+        nobody who knows of it would never come back. Raises :class:`PagerelayError` naming such blocks."""
         self.check()
         said: dict[Holder, Counter[int]] = {kind: Counter() for kind in HOLDERS}
         for kind, ids in shares:

@@ -3,27 +3,31 @@
 =================  ============================================================================
 link               messages
 =================  ============================================================================
-worker → router    Hello, Heartbeat, PrefillStarted, FirstToken, Tokens, Preempted, Failed, Goodbye
-router → worker    Welcome, Refused, Beat, Drain, PrefillJob, DecodeJob, Abort
+worker → router    Hello, Heartbeat, PrefillStarted, FirstToken, HandedOver, Tokens, Preempted, Detached,
+Failed,
+                   Goodbye
+router → worker    Welcome, Refused, Beat, Drain, PrefillJob, DecodeJob, Detach, Probe, Abort
 D → P              Fetch, Read, Renew, Release
 P → D              Ready, Blocks (+ one raw frame a block), Commit, Released, LeaseLost
 =================  ============================================================================
 
 Ids are made by the router and never by a client: ``request_id`` names one choice of one HTTP request,
 ``attempt`` counts its dispatches. News about an older attempt is dropped and counted by whoever receives it.
-Times on the wire are durations in seconds, never clock readings: no two hosts' clocks are ever compared.
+On the data link P stands for whoever gives a lease: a decode worker that hands its sequences over does so
+too. Times on the wire are durations in seconds, never clock readings: no two hosts' clocks are ever compared.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 
 PROTOCOL = 1
 
 Role = Literal["prefill", "decode", "colocated"]
 FinishReason = Literal["stop", "length"]
+Count = Annotated[int, Meta(ge=0)]
 
 
 class Message(Struct, frozen=True, kw_only=True, gc=False, tag=True, array_like=False):
@@ -107,6 +111,8 @@ class KvHandle(Struct, frozen=True, kw_only=True):
     pool: PoolAddress
     layout: Layout
     num_tokens: int
+    ticket: str = ""
+    """Secret of the lease: who shows it was sent by the router."""
 
 
 class BlockCounts(Struct, frozen=True, kw_only=True):
@@ -137,6 +143,8 @@ class Load(Struct, frozen=True, kw_only=True):
     busy_for_s: float = 0.0
     """Seconds since the running engine step began; 0 between steps. A stuck engine shows here."""
     draining: bool = False
+    hands_over: bool = False
+    """It drains, and its running sequences may be taken elsewhere: ``Detach`` them."""
 
 
 class TokenDelta(Struct, frozen=True, kw_only=True, gc=False):
@@ -168,6 +176,9 @@ class Hello(Message, frozen=True):
     ops: str = ""
     pid: int = 0
     host: str = ""
+    epoch: int = 0
+    """Grows when the worker drops what this router gave it: a Hello of the same epoch is a mere
+    repetition."""
 
 
 class Counters(Struct, kw_only=True):
@@ -185,9 +196,13 @@ class Counters(Struct, kw_only=True):
     step_seconds: float = 0.0
     leases_expired: int = 0
     preemptions: int = 0
+    corrupt_blocks: int = 0
+    """Fetched blocks whose bytes were not those of their checksums: never used, the request recovered."""
     ledger_faults: int = 0
     """Times that the block ledger was found broken: always 0, or there is a fault in pagerelay."""
-    dropped_messages: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Messages that came to nothing, by "kind/reason": late, repeated, stale, refused, malformed,
+    unreachable."""
     fetched_blocks: dict[str, int] = field(default_factory=dict)
     """By transport in use."""
     fetched_bytes: dict[str, int] = field(default_factory=dict)
@@ -237,6 +252,14 @@ class HandedOver(Message, frozen=True):
 class Preempted(Message, frozen=True):
     request_id: str
     attempt: int
+
+
+class Detached(Message, frozen=True):
+    """Answer to ``Detach``: the KV of all tokens but the last one sent waits under this lease."""
+
+    request_id: str
+    attempt: int
+    handle: KvHandle
 
 
 class Failed(Message, frozen=True):
@@ -298,6 +321,22 @@ class DecodeJob(Message, frozen=True):
     """``None``: no prefill worker serves this request; compute the prompt here."""
 
 
+class Detach(Message, frozen=True):
+    """Stop decoding this request and keep its KV for another decode worker."""
+
+    request_id: str
+    attempt: int
+
+
+class Probe(Message, frozen=True):
+    """Nothing was heard of this request for a while: say again what the router may have missed, output tokens
+    from ``next_index`` on, or that the request is not here (``Failed(forgotten)``)."""
+
+    request_id: str
+    attempt: int
+    next_index: Count
+
+
 class Abort(Message, frozen=True):
     request_id: str
     attempt: int
@@ -312,8 +351,9 @@ class Fetch(Message, frozen=True):
     lease: int
     incarnation: str
     """Of the worker that gave the lease: another process at its address must not take it for its own."""
-    from_block: int
+    from_block: Count
     layout: Layout
+    ticket: str = ""
 
 
 class Read(Message, frozen=True):
@@ -324,7 +364,9 @@ class Read(Message, frozen=True):
 
 
 class Renew(Message, frozen=True):
-    leases: list[int]
+    """Lease → ticket of requests that wait for room on D."""
+
+    tickets: dict[int, str]
 
 
 class Release(Message, frozen=True):
@@ -333,6 +375,8 @@ class Release(Message, frozen=True):
 
     lease: int
     received: bool
+    corrupt: list[int] = field(default_factory=list)
+    """Blocks whose bytes were not those of their checksums."""
 
 
 # ------------------------------------------------------------------------------------------------ P → D
@@ -342,8 +386,10 @@ class Ready(Message, frozen=True):
     """Blocks ``first .. first + len(block_ids)`` of the prompt are final and may be read."""
 
     lease: int
-    first: int
+    first: Count
     block_ids: list[int]
+    sums: list[int] = field(default_factory=list)
+    """Their checksums, in the same order; empty if P makes none."""
 
 
 class Blocks(Message, frozen=True):
@@ -374,8 +420,17 @@ class LeaseLost(Message, frozen=True):
 
 
 ToRouter = (
-    Hello | Heartbeat | PrefillStarted | FirstToken | Tokens | HandedOver | Preempted | Failed | Goodbye
+    Hello
+    | Heartbeat
+    | PrefillStarted
+    | FirstToken
+    | Tokens
+    | HandedOver
+    | Preempted
+    | Detached
+    | Failed
+    | Goodbye
 )
-ToWorker = Welcome | Refused | Beat | Drain | PrefillJob | DecodeJob | Abort
+ToWorker = Welcome | Refused | Beat | Drain | PrefillJob | DecodeJob | Detach | Probe | Abort
 ToPrefill = Fetch | Read | Renew | Release
 ToDecode = Ready | Blocks | Commit | Released | LeaseLost

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from pagerelay.common.engine.core import EngineCore, EngineLimits, Outbox
+from pagerelay.common.engine.leasing import Leasing
 from pagerelay.common.kv.pool import KvPool
 from pagerelay.common.model.batch import Batch
 from pagerelay.common.model.runner import ModelFacts
@@ -165,6 +166,12 @@ def handle_for(lease: int, num_tokens: int, pool: KvPool) -> KvHandle:
     )
 
 
+def leasing(pool: KvPool, lease_s: float, checksums: bool) -> Leasing:
+    return Leasing(
+        INCARNATION, lease_s, lambda lease, num_tokens: handle_for(lease, num_tokens, pool), checksums
+    )
+
+
 def prefill_engine(
     num_blocks: int = 16,
     *,
@@ -172,6 +179,7 @@ def prefill_engine(
     facts: ModelFacts = FACTS,
     lease_s: float = 10.0,
     block_size: int = BLOCK,
+    checksums: bool = False,
     **limits: Any,
 ) -> PrefillEngine:
     pool = make_pool(num_blocks, block_size, facts)
@@ -180,9 +188,7 @@ def prefill_engine(
         facts,
         pool,
         make_limits(block_size=block_size, **limits),
-        incarnation=INCARNATION,
-        lease_s=lease_s,
-        handle=lambda lease, num_tokens: handle_for(lease, num_tokens, pool),
+        leasing(pool, lease_s, checksums),
     )
 
 
@@ -192,10 +198,17 @@ def decode_engine(
     runner: Any = None,
     facts: ModelFacts = FACTS,
     block_size: int = BLOCK,
+    checksums: bool = False,
     **limits: Any,
 ) -> DecodeEngine:
     pool = make_pool(num_blocks, block_size, facts)
-    return DecodeEngine(runner or FakeRunner(), facts, pool, make_limits(block_size=block_size, **limits))
+    return DecodeEngine(
+        runner or FakeRunner(),
+        facts,
+        pool,
+        make_limits(block_size=block_size, **limits),
+        leasing(pool, 10.0, checksums),
+    )
 
 
 def greedy(max_tokens: int = 8, **params: Any) -> SamplingParams:

@@ -259,6 +259,7 @@ class Hands:
                 incarnation=intake.handle.incarnation,
                 from_block=intake.from_block,
                 layout=self.d.pool.layout,
+                ticket=intake.handle.ticket,
             )
             self.flight.append((self._at_prefill, fetch))
 

@@ -67,7 +67,7 @@ async def prefill() -> AsyncIterator[Prefill]:
 
 @pytest.fixture
 async def link(prefill: Prefill) -> AsyncIterator[PeerLink]:
-    made = PeerLink(prefill.handle(), None, asyncio.create_task, lambda: None)
+    made = PeerLink(prefill.handle(), None, asyncio.create_task, lambda kind, reason: None)
     yield made
     await made.close()
 
@@ -85,8 +85,19 @@ async def test_news_reach_their_lease_in_order(prefill: Prefill, link: PeerLink)
     for message in said:
         await prefill.say(message)
     assert [await one.get(), await one.get(), await two.get()] == [said[0], said[2], said[1]]
-    await link.release(1, received=True)
+    await link.send(Release(lease=1, received=True))
     assert await prefill.hear() == Release(lease=1, received=True)
+
+
+async def test_blocks_that_were_not_asked_for_answer_nothing(prefill: Prefill, link: PeerLink) -> None:
+    """An answer that was lost or repeated must not put one block's bytes in another's place."""
+    await link.open(fetch(1))
+    read = asyncio.create_task(link.read(1, [4, 5]))
+    await prefill.hear()
+    await prefill.hear()
+    await prefill.say(Blocks(lease=1, block_ids=[2, 3]), b"two!", b"thre")
+    await prefill.say(Blocks(lease=1, block_ids=[4, 5]), b"four", b"five")
+    assert [bytes(frame) for frame in await read] == [b"four", b"five"]
 
 
 async def test_blocks_answer_reads_in_the_order_asked(prefill: Prefill, link: PeerLink) -> None:

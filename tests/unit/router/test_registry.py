@@ -21,6 +21,9 @@ class Request:
     def worker_lost(self, worker_id: str) -> None:
         self.lost.append(worker_id)
 
+    def leave_decoder(self, worker_id: str) -> None:
+        pass
+
 
 def join(
     workers: WorkerRegistry, worker_id: str = "d", identity: bytes | None = None, **fields: Any
@@ -173,6 +176,12 @@ def test_a_new_incarnation_replaces_the_old_at_once() -> None:
     assert workers.entries() == [new]
     assert workers.by_id("d") is new
     assert workers.find(b"old") is None
+    # Should the old one be alive after all, it must not take the place back.
+    refused = workers.welcome(hello("d", incarnation="1", epoch=1), b"old")
+    assert isinstance(refused, Refused)
+    assert refused.fatal
+    assert "another worker is called d now" in refused.reason
+    assert workers.entries() == [new]
 
 
 def test_hello_said_twice_before_the_welcome_changes_nothing() -> None:
@@ -189,7 +198,8 @@ def test_hello_from_one_who_was_here_means_that_it_has_dropped_everything() -> N
     entry = join(workers)
     request = bind(entry)
     beat(workers, entry)
-    again = join(workers)
+    assert join(workers) is entry, "a Hello that was late or said twice"
+    again = join(workers, epoch=1)
     assert again is not entry
     assert request.lost == ["d"]
     assert again.bound == {}

@@ -52,7 +52,7 @@ class Owner:
     def refused_for_good(self, endpoint: str, reason: str) -> None:
         self.told.append(("refused", reason))
 
-    def message_dropped(self) -> None:
+    def message_dropped(self, kind: str, reason: str) -> None:
         self.num_dropped += 1
 
     def task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

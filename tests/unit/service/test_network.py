@@ -88,7 +88,8 @@ class Network:
 
     def time_passes(self, number: int) -> None:
         self.hands.now += number % 8
-        self.hands.p.renew(list(self.hands.fetches), self.hands.now)
+        tickets = {lease: fetch.intake.handle.ticket for lease, fetch in self.hands.fetches.items()}
+        self.hands.p.renew(tickets, self.hands.now)
         self.hands.now += 3
         self.hands.p.expire(self.hands.now)
         self.hands.collect()

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from engines import FACTS, FakeRunner, answer, assert_idle, greedy, make_limits
+from engines import FACTS, FakeRunner, answer, assert_idle, greedy, make_limits, prefill_job
 from flows import registry
 
 from pagerelay.common.config import Config, WorkerConfig
@@ -49,13 +49,15 @@ class House:
         self.keys = keys
         self.registry = registry(time.monotonic)  # type: ignore[arg-type]
         self.metrics = RouterMetrics(self.registry)
-        self.links = WorkerLinks(self.registry, keys, self.metrics.dropped_messages.inc, time.monotonic)
+        self.links = WorkerLinks(self.registry, keys, self.metrics.drop, time.monotonic)
         self.port = self.links.bind("127.0.0.1", 0)
         self.receiving = asyncio.create_task(self.links.receive_forever())
         self.workers: dict[str, tuple[Worker, BreakingRunner, asyncio.Task[int]]] = {}
         self.count = 0
 
-    async def start(self, kind: type[Worker], transport: Any = "auto", **kw: Any) -> str:
+    async def start(
+        self, kind: type[Worker], transport: Any = "auto", drain: Any = "finish", **kw: Any
+    ) -> str:
         """Starts a worker and waits until the router knows it. Returns its id."""
         layout = FACTS.layout(4)
         backend: TransferBackend = TcpBackend(4) if transport == "tcp" else ShmBackend()
@@ -68,6 +70,7 @@ class House:
             worker=WorkerConfig(
                 routers=(f"tcp://127.0.0.1:{self.port}",),
                 transport=transport,
+                drain=drain,
                 drain_s=5.0,
                 tcp_window_blocks=4,
             )
@@ -215,3 +218,68 @@ async def test_a_draining_worker_finishes_what_it_has(house: House) -> None:
     await house.until(lambda: house.workers[worker_id][0].engine.counts().held)
     assert await house.stop(worker_id) == 0
     assert (await asking).emitted == answer(PROMPT, 30)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_a_draining_decode_worker_hands_over_what_it_runs(house: House, transport: str) -> None:
+    """Another decode worker goes on at the next token; nothing is computed anew."""
+    prefill = await house.start(PrefillWorker, transport)
+    first = await house.start(DecodeWorker, transport, "hand-over")
+    flows = [house.flow([n + 1, *PROMPT], 34) for n in range(4)]
+    for flow in flows:
+        await flow.start()
+        async with asyncio.timeout(8):
+            while len(flow.emitted) < 3 or flow.state != "DECODING":
+                await flow.next()
+    second = await house.start(DecodeWorker, transport)
+    computed = house.workers[prefill][0].counters.prompt_tokens_computed
+
+    async def finish(flow: RequestFlow) -> None:
+        reason = None
+        while reason is None:
+            _, reason = await flow.next()
+        await flow.close()
+
+    async with asyncio.timeout(8):
+        code, *_ = await asyncio.gather(house.stop(first), *(finish(flow) for flow in flows))
+    assert code == 0
+    for n, flow in enumerate(flows):
+        assert flow.emitted == answer([n + 1, *PROMPT], 34)
+        assert flow.recoveries == 0
+    moved = house.metrics.collector.get_sample_value("pagerelay_moved_requests_total")
+    assert moved is not None
+    assert house.workers[prefill][0].counters.prompt_tokens_computed == computed
+    assert house.workers[second][0].counters.prompt_tokens_received >= moved
+    await house.idle()
+
+
+async def test_corrupt_blocks_are_found_and_recovered_from(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One copy goes wrong on its way: the answer is that of an undisturbed run."""
+    await house.start(PrefillWorker, "tcp")
+    decode = await house.start(DecodeWorker, "tcp")
+    honest = TcpBackend._place
+    spoiled: list[int] = []
+
+    def place(frames: Any, into: Any, targets: Any) -> int:
+        moved = honest(frames, into, targets)
+        if not spoiled:
+            spoiled.append(targets[0])
+            into[targets[0]][0] ^= 1
+        return moved
+
+    monkeypatch.setattr(TcpBackend, "_place", staticmethod(place))
+    flow = await house.ask(PROMPT)
+    assert flow.emitted == answer(PROMPT, 20)
+    assert flow.recoveries == 1
+    assert house.workers[decode][0].counters.corrupt_blocks == 1
+    await house.idle()
+
+
+@pytest.mark.parametrize("house", [False], indirect=True, ids=["open"])
+async def test_a_worker_takes_nothing_that_is_not_for_its_role(house: House) -> None:
+    worker = house.workers[await house.start(DecodeWorker)][0]
+    worker.received("router", prefill_job("r", PROMPT))
+    assert worker.counters.dropped == {"PrefillJob/refused": 1}
+    await house.idle()
