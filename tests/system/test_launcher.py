@@ -198,6 +198,7 @@ def test_a_worker_that_cannot_stay_is_started_again_ever_more_slowly(
     child = Child("decode-1", [], process, events)
     launcher.children.append(child)
     launcher._popen = popen  # type: ignore[method-assign]
+    launcher._selector.close()
     launcher._selector = FakeSelector()  # type: ignore[assignment]
     for _ in range(600):
         child.ready = {}
@@ -206,6 +207,7 @@ def test_a_worker_that_cannot_stay_is_started_again_ever_more_slowly(
     waits = [round(later - earlier) for earlier, later in itertools.pairwise(started)]
     assert waits == [0, 1, 2, 4, 8], "and then it is left alone"
     os.close(child.events)
+    launcher._folder.cleanup()
 
 
 class FakeSelector:
