@@ -73,7 +73,8 @@ class Worker(ABC):
         self._stopping = threading.Event()
         self._stopped = asyncio.Event()
         self._step_began: float | None = None
-        self._ledger_broken = False
+        self._ledger_due = False
+        """Something has come since the ledger was last recounted."""
         self._tasks: list[asyncio.Task[None]] = []
 
     # ------------------------------------------------------------------ subclasses
@@ -302,15 +303,15 @@ class Worker(ABC):
             self._check_ledger()
 
     def _check_ledger(self) -> None:
-        """Conservation, recounted whenever nothing runs. A broken ledger is a fault of ours: said once, and
-        loudly."""
-        if not self._ledger_broken:
-            try:
-                self.engine.check_idle()
-            except PagerelayError as error:
-                self._ledger_broken = True
-                self.counters.ledger_faults += 1
-                log.critical("%s", error)
+        """Conservation, recounted whenever a worker that had something to do is idle again. A broken one is a
+        fault of ours: said loudly, and counted."""
+        try:
+            if self._ledger_due and self.engine.check_idle():
+                self._ledger_due = False
+        except PagerelayError as error:
+            self._ledger_due = False
+            self.counters.ledger_faults += 1
+            log.critical("%s", error)
 
     # ------------------------------------------------------------------ links' questions
 
@@ -343,6 +344,7 @@ class Worker(ABC):
             self._stopped.set()
         else:
             self.submit(router_id, message)
+            self._ledger_due = True
         self.wake()
         self.flush()
 

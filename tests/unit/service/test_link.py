@@ -133,7 +133,7 @@ async def test_nothing_is_taken_before_the_welcome(router: Router) -> None:
 async def test_a_router_that_does_not_know_us_loses_its_requests_and_hears_hello(router: Router) -> None:
     await router.welcome()
     await router.say(Refused(reason="unknown worker, say Hello", fatal=False))
-    await router.hear(Hello)
+    assert (await router.hear(Hello)).epoch == 1, "what it was given before is dropped"
     assert router.owner.told == [("lost", "one")]
     await router.welcome("two")
     assert router.link.router_id == "two"
