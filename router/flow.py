@@ -122,6 +122,8 @@ class RequestFlow:
         self._gap = 0
         """Tokens that came ahead of the one that is due."""
         self._done = False
+        self._progress_at = 0.0
+        """Loop time of the last news that brought it forward; what is said again does not count."""
 
     @property
     def state(self) -> str:
@@ -211,17 +213,17 @@ class RequestFlow:
         return await self._on_news(event)
 
     async def _next_event(self, patience_s: float) -> _Event | None:
-        """The next piece of news; ``None`` after ``patience_s`` of silence. Silence may mean that a
+        """The next piece of news; ``None`` after ``patience_s`` without progress. Silence may mean that a
         message was lost, so meanwhile the worker is asked."""
         if not self._inbox.empty():
             return self._inbox.get_nowait()
         now = asyncio.get_running_loop().time
-        deadline = now() + patience_s
+        deadline = self._progress_at + patience_s
         while True:
             try:
                 # Not wait_for: on Python 3.11 it can swallow a cancellation that comes together with the
                 # item.
-                async with asyncio.timeout(min(deadline - now(), self._settings.probe_s)):
+                async with asyncio.timeout(min(max(0.0, deadline - now()), self._settings.probe_s)):
                     return await self._inbox.get()
             except TimeoutError:
                 if now() >= deadline:
@@ -235,6 +237,7 @@ class RequestFlow:
                     self._metrics.drop("PrefillStarted", "repeated")
                     return []
                 self._started = True
+                self._advanced()
                 self.times.queue_s = event.queued_s
                 self._metrics.queue.observe(event.queued_s)
                 # One token is all that is wanted: it comes from P, and no decode worker is troubled.
@@ -299,6 +302,7 @@ class RequestFlow:
             return []
         self._gap = 0
         self.emitted.append(delta.token)
+        self._advanced()
         return [delta]
 
     # ------------------------------------------------------------------ dispatch and recovery
@@ -382,3 +386,7 @@ class RequestFlow:
 
     def _move(self, state: str) -> None:
         self._machine.move(state)
+        self._advanced()
+
+    def _advanced(self) -> None:
+        self._progress_at = asyncio.get_running_loop().time()

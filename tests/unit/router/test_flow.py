@@ -647,6 +647,20 @@ async def test_one_who_is_silent_is_asked(state: str) -> None:
     assert ("p1", driven.prefill_job(2, driven.flow.emitted)) in house.take_sent()
 
 
+async def test_what_is_said_again_is_no_progress() -> None:
+    """A worker that answers but does not go on is given up for all that."""
+    house = House("p1", "d1")
+    driven = await started(house, max_tokens=1, queue_timeout_s=0.1, probe_s=0.01)
+    driven.started()
+    task = asyncio.create_task(driven.flow.next())
+    async with asyncio.timeout(5):
+        while not task.done():
+            driven.started()
+            await asyncio.sleep(0.005)
+    with pytest.raises(DeadlineExceeded):
+        await task
+
+
 async def test_a_start_that_is_heard_of_after_the_first_token_hands_the_prompt_off() -> None:
     house = House("p1", "d1")
     driven = await started(house)
