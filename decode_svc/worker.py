@@ -13,12 +13,12 @@ from pagerelay.common.service.build import Parts
 from pagerelay.common.service.worker import Worker
 from pagerelay.common.transport.shm import ShmBackend
 from pagerelay.common.transport.tcp import TcpBackend
+from pagerelay.common.wire.account import Load
 from pagerelay.common.wire.auth import CurveKeys
 from pagerelay.common.wire.messages import (
     DecodeJob,
     Detach,
     KvHandle,
-    Load,
     Role,
     ToWorker,
 )

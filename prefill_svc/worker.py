@@ -7,10 +7,10 @@ import msgspec
 from pagerelay.common.config import Config
 from pagerelay.common.service.build import Parts
 from pagerelay.common.service.worker import Worker
+from pagerelay.common.wire.account import Load
 from pagerelay.common.wire.auth import CurveKeys
 from pagerelay.common.wire.messages import (
     FirstToken,
-    Load,
     Message,
     PrefillJob,
     PrefillStarted,

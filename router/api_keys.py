@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from pagerelay.common.errors import Unauthorized
 
 OPEN = frozenset({"/livez", "/readyz", "/metrics", "/cluster"})
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class ApiKeys:
@@ -40,7 +39,7 @@ class ApiKeys:
         return scheme.lower() == "bearer" and any(fits)
 
 
-def guard(keys: ApiKeys) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+def guard(keys: ApiKeys) -> Middleware:
     """Middleware: 401 without a key, before a body is read or a route looked at."""
 
     @web.middleware

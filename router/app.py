@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from pagerelay.common.errors import ApiError, DeadlineExceeded, NotFound, PayloadTooLarge
 from pagerelay.router.answer import Answer, Piece
@@ -266,7 +267,7 @@ async def refuse_embeddings(request: web.Request) -> web.Response:
 
 def make_app(service: RouterService) -> web.Application:
     keys = ApiKeys(service.config.client_keys())
-    middlewares = [errors_as_json, guard(keys)] if keys else [errors_as_json]
+    middlewares: list[Middleware] = [errors_as_json, *([guard(keys)] if keys else [])]
     app = web.Application(middlewares=middlewares, client_max_size=service.config.router.max_body_bytes)
     app[SERVICE] = service
     app.router.add_post("/generate", generation("generate"))

@@ -11,13 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pagerelay.common.wire.account import Counters, Load
 from pagerelay.common.wire.messages import (
     PROTOCOL,
-    Counters,
     Heartbeat,
     Hello,
     Layout,
-    Load,
     Message,
     Refused,
     Role,

@@ -25,7 +25,13 @@ from pagerelay.common.model.batch import Batch, Row, build_batch
 from pagerelay.common.model.runner import ModelFacts, ModelRunner
 from pagerelay.common.model.sampler import SampleRequest, sample
 from pagerelay.common.states import Machine
-from pagerelay.common.wire.messages import BlockCounts, DecodeJob, Failed, Message, PrefillJob
+from pagerelay.common.wire.account import BlockCounts
+from pagerelay.common.wire.messages import (
+    DecodeJob,
+    Failed,
+    Message,
+    PrefillJob,
+)
 
 NUM_REMEMBERED = 4096
 """Requests and leases of the past that are remembered."""

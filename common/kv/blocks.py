@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
 from pagerelay.common.errors import PagerelayError
-from pagerelay.common.wire.messages import BlockCounts
+from pagerelay.common.wire.account import BlockCounts
 
 Holder = Literal["sequence", "fetch", "lease"]
 HOLDERS: tuple[Holder, ...] = get_args(Holder)

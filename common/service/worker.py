@@ -26,15 +26,14 @@ from pagerelay.common.errors import PagerelayError
 from pagerelay.common.service.build import Parts
 from pagerelay.common.service.data_link import DataLink
 from pagerelay.common.service.link import RouterLink, monotonic
+from pagerelay.common.wire.account import Counters, Load
 from pagerelay.common.wire.auth import CurveKeys
 from pagerelay.common.wire.messages import (
     Abort,
-    Counters,
     Drain,
     Heartbeat,
     Hello,
     KvHandle,
-    Load,
     Message,
     Probe,
     Role,

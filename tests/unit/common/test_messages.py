@@ -10,6 +10,7 @@ from engines import handle_for, make_pool
 
 from pagerelay.common.errors import WireError
 from pagerelay.common.wire import messages as m
+from pagerelay.common.wire.account import BlockCounts, Counters, Load
 from pagerelay.common.wire.codec import MAX_CONTROL_BYTES, Decoder, encode
 from pagerelay.common.wire.roles import MAY_GET, MAY_SEND
 
@@ -36,10 +37,8 @@ JOB: dict[str, Any] = {
     "sampling": SAMPLING,
     "first_index": 1,
 }
-COUNTERS = m.Counters(
-    tokens_generated=3, step_seconds=0.5, fetched_blocks={"shm": 2}, fetched_bytes={"tcp": 9}
-)
-LOAD = m.Load(blocks=m.BlockCounts(total=4, free=1, held=1, leased=1, cached=1), waiting=2, draining=True)
+COUNTERS = Counters(tokens_generated=3, step_seconds=0.5, fetched_blocks={"shm": 2}, fetched_bytes={"tcp": 9})
+LOAD = Load(blocks=BlockCounts(total=4, free=1, held=1, leased=1, cached=1), waiting=2, draining=True)
 
 LINKS: list[tuple[str, Any, list[m.Message]]] = [
     (

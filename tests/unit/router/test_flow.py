@@ -11,12 +11,11 @@ from engines import greedy
 from flows import Driven, House
 
 from pagerelay.common.errors import ApiError, DeadlineExceeded, InvalidRequest, Unavailable, WorkerLost
+from pagerelay.common.wire.account import Counters, Load
 from pagerelay.common.wire.messages import (
-    Counters,
     DecodeJob,
     Detach,
     Heartbeat,
-    Load,
     PrefillJob,
     PrefillStarted,
     Probe,

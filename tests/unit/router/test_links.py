@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 from flows import hello, registry
 
+from pagerelay.common.wire.account import Counters, Load
 from pagerelay.common.wire.codec import Decoder, encode
 from pagerelay.common.wire.messages import (
     Abort,
     Beat,
-    Counters,
     Failed,
     FirstToken,
     Goodbye,
     HandedOver,
     Heartbeat,
-    Load,
     Message,
     Preempted,
     Refused,

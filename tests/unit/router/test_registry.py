@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 from flows import Clock, hello, registry
 
-from pagerelay.common.wire.messages import BlockCounts, Counters, Heartbeat, Load, Refused, Welcome
+from pagerelay.common.wire.account import BlockCounts, Counters, Load
+from pagerelay.common.wire.messages import (
+    Heartbeat,
+    Refused,
+    Welcome,
+)
 from pagerelay.router.registry import WorkerEntry, WorkerRegistry
 
 
@@ -63,7 +68,7 @@ def test_a_worker_is_welcomed() -> None:
 @pytest.mark.parametrize(
     ("change", "values"),
     [
-        ({"protocol": 99}, "protocol: 1 here, 99 there"),
+        ({"protocol": 99}, "protocol: 2 here, 99 there"),
         ({"model_digest": "theirs"}, "model_digest: model here, theirs there"),
         ({"block_size": 64}, "block_size: 4 here, 64 there"),
         ({"dtype": "bfloat16"}, "dtype: 'float32' here, 'bfloat16' there"),

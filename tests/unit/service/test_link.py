@@ -11,15 +11,14 @@ from flows import hello
 
 from pagerelay.common.service import link as module
 from pagerelay.common.service.link import RouterLink
+from pagerelay.common.wire.account import Counters, Load
 from pagerelay.common.wire.codec import Decoder, encode
 from pagerelay.common.wire.messages import (
     Abort,
     Beat,
-    Counters,
     Goodbye,
     Heartbeat,
     Hello,
-    Load,
     Message,
     Refused,
     ToRouter,
