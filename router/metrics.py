@@ -166,7 +166,8 @@ def _counters(total: Counters) -> Iterator[Metric]:
         labels=["kind", "reason"],
     )
     for key, amount in total.dropped.items():
-        dropped.add_metric(key.split("/"), amount)
+        kind, _, reason = key.partition("/")
+        dropped.add_metric([kind, reason], amount)
     yield dropped
     for name, value, help_text in (
         ("pagerelay_engine_steps", total.steps, "Engine steps"),

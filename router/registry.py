@@ -27,6 +27,8 @@ from pagerelay.router.policy import WorkerView
 log = logging.getLogger(__name__)
 
 
+NUM_REMEMBERED = 1024
+"""Incarnations of the past that are told apart."""
 _RANKS: dict[str, int | None] = {"ready": 0, "suspect": 1, "draining": None}
 
 
@@ -85,7 +87,9 @@ class WorkerRegistry:
         self._replaced: OrderedDict[str, None] = OrderedDict()
         """Incarnations whose name a newer one bears: should one still be there, it must not come back and
         forth."""
-        self._departed: dict[str, Counters] = {}
+        self._long_gone = Counters()
+        """Totals of those who left before the last ``NUM_REMEMBERED``."""
+        self._departed: OrderedDict[str, Counters] = OrderedDict()
         """Totals of incarnations that have gone, so that no counter ever falls; one that comes back brings
         its own."""
 
@@ -107,7 +111,7 @@ class WorkerRegistry:
         for entry in [e for e in self.entries() if e.worker_id == hello.worker_id and e.identity != identity]:
             if entry.hello.incarnation != hello.incarnation:
                 self._replaced[entry.hello.incarnation] = None
-                if len(self._replaced) > 1024:
+                if len(self._replaced) > NUM_REMEMBERED:
                     self._replaced.popitem(last=False)
             self.remove(entry, "a new incarnation took its place")
         if identity not in self._by_identity:
@@ -155,6 +159,8 @@ class WorkerRegistry:
             len(entry.bound),
         )
         self._departed[entry.hello.incarnation] = entry.counters
+        if len(self._departed) > NUM_REMEMBERED:
+            add_counters(self._long_gone, self._departed.popitem(last=False)[1])
         for request in list(entry.bound.values()):
             request.worker_lost(entry.worker_id)
 
@@ -218,7 +224,11 @@ class WorkerRegistry:
     def totals(self) -> Counters:
         """The counters of all workers that are or were here."""
         total = Counters()
-        for counters in (*self._departed.values(), *(entry.counters for entry in self.entries())):
+        for counters in (
+            self._long_gone,
+            *self._departed.values(),
+            *(entry.counters for entry in self.entries()),
+        ):
             add_counters(total, counters)
         return total
 

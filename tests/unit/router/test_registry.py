@@ -14,7 +14,7 @@ from pagerelay.common.wire.messages import (
     Refused,
     Welcome,
 )
-from pagerelay.router.registry import WorkerEntry, WorkerRegistry
+from pagerelay.router.registry import NUM_REMEMBERED, WorkerEntry, WorkerRegistry
 
 
 class Request:
@@ -239,6 +239,20 @@ def test_counters_never_fall_and_nothing_counts_twice() -> None:
     assert totals() == (18, {"shm": 5, "tcp": 2})
     assert one.counters.tokens_generated == 12
     assert two.counters.fetched_blocks == {"shm": 1, "tcp": 2}
+
+
+def test_those_long_gone_are_counted_and_not_remembered() -> None:
+    workers = registry(Clock())
+    for number in range(NUM_REMEMBERED + 10):
+        entry = join(workers, "d", incarnation=str(number))
+        beat(workers, entry, tokens_generated=1, dropped={"Abort/late": 2})
+        workers.remove(entry, "bye")
+    assert len(workers._departed) == NUM_REMEMBERED
+    total = workers.totals()
+    assert (total.tokens_generated, total.dropped) == (
+        NUM_REMEMBERED + 10,
+        {"Abort/late": 2 * NUM_REMEMBERED + 20},
+    )
 
 
 # ------------------------------------------------------------------ what the policy sees
