@@ -35,7 +35,7 @@ done; \
 wait $$job || { cat "$$log" >&2; echo "FAILED: $(1)" >&2; exit 1; }
 endef
 
-.PHONY: help setup setup-dev model up test lint format exact asan test-compose bench clean
+.PHONY: help setup setup-dev model up test lint format exact asan test-compose bench bench-wire clean
 
 help:
 	@echo "make up           start a cluster here and print its URLs (ARGS=\"--prefill 2 --decode 2 --port 8001\")"
@@ -44,6 +44,7 @@ help:
 	@echo "make asan         the C kernels under the address, undefined-behaviour and thread sanitizers"
 	@echo "make test-compose the cluster in containers; needs a Docker engine"
 	@echo "make bench        load on a running cluster (ARGS=\"--help\")"
+	@echo "make bench-wire   what encryption and checksums of shipped KV cost over TCP, side by side"
 	@echo "make lint         ruff, mypy, import contracts;  make format  rewrites"
 	@echo "make model        fetch the default model;  make setup  only the environment;  make clean"
 
@@ -85,6 +86,14 @@ up: $(VENV)/.run
 
 bench: $(VENV)/.run
 	@exec $(BIN)/python -m pagerelay.bench $(ARGS)
+
+# The key is no secret: it guards nothing but these servers, on loopback.
+WIRE_UP := $(BIN)/pagerelay up --transport tcp --port {port} --workers-endpoint tcp://127.0.0.1:0
+bench-wire: $(VENV)/.run model
+	@exec $(BIN)/python -m pagerelay.bench compare --rounds 3 --workload W2 $(ARGS) \
+		--spec 'curve=PAGERELAY_CLUSTER_KEY=for-measuring-only-for-measuring-only $(WIRE_UP)' \
+		--spec 'no-checksums=$(WIRE_UP) --set worker.checksums=false' \
+		--spec 'plain=$(WIRE_UP)'
 
 # ---------------------------------------------------------------- check
 

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from pagerelay.common.hashing import model_digest
 from pagerelay.common.wire import messages as wire
+from pagerelay.common.wire.account import BlockCounts, Counters, Load
 from pagerelay.common.wire.codec import Decoder, encode
 from pagerelay.common.wire.pools import PoolAddress
 
@@ -122,9 +123,9 @@ class Worker:
             return
         self._next_beat = now + self._heartbeat_s
         if self.welcomed:
-            blocks = wire.BlockCounts(total=NUM_BLOCKS, free=NUM_BLOCKS)
-            load = wire.Load(blocks=blocks, running=len(self.running))
-            self._send(wire.Heartbeat(load=load, counters=wire.Counters()))
+            blocks = BlockCounts(total=NUM_BLOCKS, free=NUM_BLOCKS)
+            load = Load(blocks=blocks, running=len(self.running))
+            self._send(wire.Heartbeat(load=load, counters=Counters()))
             return
         hello = wire.Hello(
             worker_id=self._id, incarnation=self._incarnation, role=self.role, layout=self._layout,

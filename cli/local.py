@@ -30,8 +30,9 @@ from pagerelay.common.segments import sweep_dead_segments
 from pagerelay.common.wire.address import parse
 
 START_TIMEOUT_S = 180.0
-MAX_RESTARTS = 5
-"""Restarts of one worker within ``RESTART_WINDOW_S`` before it is left alone."""
+RESTART_DELAYS_S = (0.0, 1.0, 2.0, 4.0, 8.0)
+"""Waits before the restarts of one worker within ``RESTART_WINDOW_S``; after the last one it is left
+alone."""
 RESTART_WINDOW_S = 120.0
 
 
@@ -46,6 +47,9 @@ class Child:
     buffer: bytes = b""
     ready: dict[str, Any] | None = None
     restarts: list[float] = field(default_factory=list)
+    """When it was started again, lately."""
+    restart_at: float | None = None
+    """When it is due to be started again."""
 
 
 class ChildEnded(Exception):
@@ -96,7 +100,8 @@ class LocalCluster:
         names = {role: 0 for role in workers}
         for role in workers:
             names[role] += 1
-            self._spawn(f"{role}-{names[role]}", role, ["--router", self.workers_endpoint])
+            name = f"{role}-{names[role]}"
+            self._spawn(name, role, ["--router", self.workers_endpoint, "--name", name])
         self._until(
             lambda: all(child.ready is not None for child in self.children), "the workers load the model"
         )
@@ -194,11 +199,20 @@ class LocalCluster:
             return True
         now = time.monotonic()
         child.restarts = [at for at in child.restarts if now - at < RESTART_WINDOW_S]
-        if len(child.restarts) >= MAX_RESTARTS:
+        if len(child.restarts) == len(RESTART_DELAYS_S):
             return True
+        if child.restart_at is None:
+            delay = RESTART_DELAYS_S[len(child.restarts)]
+            child.restart_at = now + delay
+            self._say(
+                f"{child.name} ended (exit code {code}); starting it again"
+                + (f" in {delay:g} s" * (delay > 0))
+            )
+        if now < child.restart_at:
+            return True
+        child.restart_at = None
         child.restarts.append(now)
-        self._say(f"{child.name} ended (exit code {code}); starting it again")
-        if len(child.restarts) == MAX_RESTARTS:
+        if len(child.restarts) == len(RESTART_DELAYS_S):
             self._say(f"{child.name}: this is its last restart for now; see its messages above")
         if child.events in self._selector.get_map():
             self._selector.unregister(child.events)

@@ -24,6 +24,9 @@ _FLAGS = {
     "workers-endpoint": ("router.workers_endpoint", "where workers dial in, tcp://HOST:PORT"),
     "router": ("worker.routers", "router(s) to dial, comma-separated tcp://HOST:PORT"),
     "transport": ("worker.transport", "auto, shm, cuda_ipc or tcp"),
+    "name": ("worker.name", "id of the worker; a new process of that name takes the old one's place"),
+    "drain": ("worker.drain", "what a decode worker does with its requests on SIGTERM: finish or hand-over"),
+    "api-keys-file": ("router.api_keys_file", "file with the keys that clients must show, one a line"),
     "block-size": ("cache.block_size", "tokens per KV block"),
     "kv-memory-mib": ("cache.kv_memory_mib", "size of a worker's KV pool"),
     "num-blocks": ("cache.num_blocks", "blocks of a worker's KV pool"),
@@ -54,10 +57,11 @@ _ENGINE = (
     "cpu-ops",
     "cpu-weights",
 )
-_WORKER = (*_MODEL, "router", "transport", "cluster-key-file", *_ENGINE)
-_ROUTER = (*_MODEL, "served-model-name", "host", "port", "workers-endpoint", "cluster-key-file")
+_WORKER = (*_MODEL, "router", "name", "transport", "drain", "cluster-key-file", *_ENGINE)
+_ROUTER = (*_MODEL, "served-model-name", "host", "port", "workers-endpoint", "cluster-key-file",
+           "api-keys-file")  # fmt: skip
 _UP = (*_MODEL, "served-model-name", "host", "port", "workers-endpoint", "prefill", "decode", "colocated",
-       "transport", "cluster-key-file", *_ENGINE)  # fmt: skip
+       "transport", "drain", "cluster-key-file", "api-keys-file", *_ENGINE)  # fmt: skip
 
 _COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "up": ("start a whole cluster on this machine; Ctrl-C drains it, a second Ctrl-C ends it", _UP),

@@ -10,7 +10,8 @@ from pagerelay.common.config import Config
 
 
 def print_config(config: Config) -> int:
-    """Prints the effective configuration with secrets masked; the key file is read to check it."""
+    """Prints the effective configuration with secrets masked; the files with keys are read to check them."""
     config.cluster_key()
+    config.client_keys()
     yaml.safe_dump(config.masked(), sys.stdout, sort_keys=False)
     return 0

@@ -26,6 +26,7 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 
+MIN_API_KEY = 8
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
@@ -79,6 +80,11 @@ class RouterConfig(Section, frozen=True):
     """HTTP port; 0 takes a free one and announces it."""
     workers_endpoint: str = "tcp://127.0.0.1:5555"
     """Where workers dial in; port 0 takes a free one."""
+    api_keys: tuple[str, ...] = ()
+    """Keys of which a client must show one (``Authorization: Bearer``); better in a file. None: open to
+    all."""
+    api_keys_file: str | None = None
+    """File with such keys, one a line; lines that begin with # are comments."""
     max_requests: Positive = 512
     """Requests in the house at once; one more is answered 429."""
     max_body_bytes: Positive = 16 * 1024 * 1024
@@ -87,6 +93,8 @@ class RouterConfig(Section, frozen=True):
     request_timeout_s: Seconds = 600.0
     queue_timeout_s: Seconds = 120.0
     """Longest wait for the first token's prefill to start."""
+    probe_s: Seconds = 2.0
+    """A worker that is silent about a request for this long is asked whether a message was lost."""
     stall_timeout_s: Seconds = 60.0
     """Longest silence of a worker within a running request."""
     keepalive_s: Seconds = 15.0
@@ -100,6 +108,9 @@ class RouterConfig(Section, frozen=True):
 
 
 class WorkerConfig(Section, frozen=True):
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")] | None = None
+    """Id of the worker, unique among all; a new process of the same name takes its predecessor's place at
+    once. Default: made of the role and a random part."""
     routers: tuple[str, ...] = ("tcp://127.0.0.1:5555",)
     data_host: str = "127.0.0.1"
     """Address that a prefill worker's data socket binds to."""
@@ -110,6 +121,10 @@ class WorkerConfig(Section, frozen=True):
     lease_s: Seconds = 10.0
     """A prompt's KV is kept this long after the last sign of life of the decode worker that wants it."""
     drain_s: Seconds = 20.0
+    drain: Literal["finish", "hand-over"] = "finish"
+    """What a decode worker does on SIGTERM with what it runs: finish it, or hand its KV over to another."""
+    checksums: bool = True
+    """One per KV block: made by the worker that computed it, compared by the one that fetched it."""
     tcp_window_blocks: Positive = 16
     """Blocks a decode worker asks for ahead over TCP: its credit."""
 
@@ -139,23 +154,44 @@ class Config(Section, frozen=True):
             return _checked_key(self.cluster.key, "cluster.key")
         if not self.cluster.key_file:
             return None
-        try:
-            key = Path(self.cluster.key_file).read_text(encoding="utf-8").strip()
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"cluster.key_file {self.cluster.key_file} is not a text file") from error
-        except OSError as error:
-            raise ConfigError(
-                f"cluster.key_file {self.cluster.key_file}: {error.strerror}; "
-                "make one with `pagerelay keygen > FILE`"
-            ) from error
-        return _checked_key(key, f"cluster.key_file {self.cluster.key_file}")
+        where = f"cluster.key_file {self.cluster.key_file}"
+        key = _read_secret(self.cluster.key_file, where, "; make one with `pagerelay keygen > FILE`")
+        return _checked_key(key.strip(), where)
+
+    def client_keys(self) -> tuple[str, ...]:
+        """The keys that clients may show, from config and file; empty: no key is asked for. Raises
+        :class:`ConfigError` if the file is unusable."""
+        keys = list(self.router.api_keys)
+        if self.router.api_keys_file:
+            where = f"router.api_keys_file {self.router.api_keys_file}"
+            lines = [line.strip() for line in _read_secret(self.router.api_keys_file, where, "").splitlines()]
+            found = [line for line in lines if line and not line.startswith("#")]
+            if not found:
+                raise ConfigError(f"{where} holds no key; write one a line")
+            keys += found
+        for key in keys:
+            if len(key) < MIN_API_KEY or not key.isascii() or not key.isprintable() or " " in key:
+                raise ConfigError(
+                    f"router.api_keys: a key has at least {MIN_API_KEY} printable ASCII characters, no blanks"
+                )
+        return tuple(keys)
 
     def masked(self) -> dict[str, Any]:
         """The effective configuration for printing, secrets masked."""
         shown: dict[str, Any] = msgspec.to_builtins(self)
         if shown["cluster"]["key"]:
             shown["cluster"]["key"] = "********"
+        shown["router"]["api_keys"] = ["********"] * len(self.router.api_keys)
         return shown
+
+
+def _read_secret(path: str, where: str, remedy: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where} is not a text file") from error
+    except OSError as error:
+        raise ConfigError(f"{where}: {error.strerror}{remedy}") from error
 
 
 def _checked_key(key: str, setting: str) -> str:
@@ -219,10 +255,10 @@ def _insert(tree: dict[str, Any], path: tuple[str, ...], value: str, source: str
             raise ConfigError(f"{source}: {part} is not a section")
         node = child
     # A list is written with commas; everything else keeps YAML's reading of a scalar.
-    if path == ("worker", "routers"):
+    if path in (("worker", "routers"), ("router", "api_keys")):
         node[path[-1]] = [item.strip() for item in value.split(",") if item.strip()]
         return
-    if path in (("cluster", "key"), ("model", "path"), ("model", "served_name")):
+    if path in (("cluster", "key"), ("model", "path"), ("model", "served_name"), ("worker", "name")):
         node[path[-1]] = value
         return
     try:

@@ -8,6 +8,7 @@
     ├── ApiError                     ends one request; carries HTTP status, type, code, param
     │   ├── InvalidRequest           400  invalid_request_error
     │   ├── ContextLengthExceeded    400  context_length_exceeded
+    │   ├── Unauthorized             401  invalid_api_key
     │   ├── NotFound                 404  model_not_found / not_found
     │   ├── PayloadTooLarge          413
     │   ├── Overloaded               429  with Retry-After
@@ -90,6 +91,12 @@ class InvalidRequest(ApiError):
 
 class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
+
+
+class Unauthorized(ApiError):
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
 
 
 class NotFound(ApiError):

@@ -10,6 +10,9 @@ The life of a request here::
     chunks
                   between the others' tokens
     FINISHED      its last token is out
+    LEASED        this worker drains: the router has asked for it, and another decode worker fetches its
+    blocks;
+                  RELEASED when that one has confirmed, EXPIRED if nobody came
     PREEMPTED     the youngest, when a block is missing for an older one: it recovers through the router
     FETCH_FAILED  P or the lease was lost: it recovers through the router
     ABORTED       the router took it back
@@ -20,7 +23,8 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass
 
-from pagerelay.common.engine.core import EngineCore, EngineLimits
+from pagerelay.common.engine.core import EngineLimits
+from pagerelay.common.engine.leasing import Leasing, LeasingEngine
 from pagerelay.common.engine.scheduler import by_age
 from pagerelay.common.engine.sequence import Sequence
 from pagerelay.common.kv.pool import KvPool
@@ -32,6 +36,7 @@ from pagerelay.common.wire.messages import (
     HandedOver,
     KvHandle,
     Preempted,
+    Suspended,
     TokenDelta,
     Tokens,
 )
@@ -46,15 +51,19 @@ class Intake:
     from_block: int
 
 
-class DecodeEngine(EngineCore):
-    def __init__(self, runner: ModelRunner, facts: ModelFacts, pool: KvPool, limits: EngineLimits) -> None:
-        super().__init__(runner, facts, pool, limits)
+class DecodeEngine(LeasingEngine):
+    def __init__(
+        self, runner: ModelRunner, facts: ModelFacts, pool: KvPool, limits: EngineLimits, leasing: Leasing
+    ) -> None:
+        super().__init__(runner, facts, pool, limits, leasing)
         self._queue: list[Sequence] = []
         self._handles: dict[str, KvHandle] = {}
         self._fetching: dict[str, Sequence] = {}
-        self._ending: set[int] = set()
+        self._ending: dict[int, Sequence] = {}
         """Given-up fetches whose copy may still run: their blocks are on their way back."""
         self._deltas: dict[str, list[TokenDelta]] = {}
+        self._suspending: set[str] = set()
+        """Requests to be suspended when the running step has ended."""
         self.cancelled_fetches: list[Sequence] = []
         """Fetches that must be given up; the worker takes them from here and ends them with
         :meth:`fetch_ended`."""
@@ -72,6 +81,7 @@ class DecodeEngine(EngineCore):
             if job.handle is None:
                 self.scheduler.add_waiting(seq)
             else:
+                seq.holder = "fetch"
                 self._handles[job.request_id] = job.handle
                 insort(self._queue, seq, key=by_age)
 
@@ -113,6 +123,7 @@ class DecodeEngine(EngineCore):
                 return  # aborted meanwhile; fetch_ended gives its blocks back
             seq.machine.move("READY")
             seq.machine.move("RUNNING")
+            self._hold_as(seq, "sequence")
             del self._fetching[seq.request_id]
             self.scheduler.num_elsewhere = len(self._fetching)
             seq.num_computed = seq.num_given
@@ -151,17 +162,25 @@ class DecodeEngine(EngineCore):
             if seq.doomed:
                 self._give_back(seq)
                 seq.doomed = False
-            self._ending.discard(id(seq))
+            self._ending.pop(id(seq), None)
 
     # ------------------------------------------------------------------ the step
 
     def step(self) -> bool:
         worked = super().step()
         with self.lock:
-            for owner, deltas in self._deltas.items():
-                self._outbox.to_router.append((owner, Tokens(deltas=deltas)))
-            self._deltas = {}
+            self._flush_deltas()
+            suspending, self._suspending = self._suspending, set()
+            for request_id in suspending:
+                seq = self._by_request.get(request_id)
+                if seq is not None:
+                    self.suspend(request_id, seq.attempt)
         return worked
+
+    def _flush_deltas(self) -> None:
+        for owner, deltas in self._deltas.items():
+            self._outbox.to_router.append((owner, Tokens(deltas=deltas)))
+        self._deltas = {}
 
     def _admitted(self, seq: Sequence) -> None:
         seq.machine.move("RUNNING")
@@ -185,9 +204,51 @@ class DecodeEngine(EngineCore):
                 num_computed_tokens=computed,
             )
             self._outbox.to_router.append((seq.owner, handed))
-        self._deltas.setdefault(seq.owner, []).append(self._delta(seq, token, index, reason))
+        else:
+            self._deltas.setdefault(seq.owner, []).append(self._delta(seq, token, index, reason))
         if reason is not None:
             self._end(seq, "FINISHED")
+
+    def suspend(self, request_id: str, attempt: int) -> None:
+        """Stops decoding and keeps the KV for another decode worker, who samples the next token. Said
+        again, it is answered again; while its prompt is not complete here it is left alone."""
+        with self.lock:
+            seq = self._by_request.get(request_id)
+            if seq is None or seq.attempt != attempt:
+                self.on_dropped("Suspend", "late")
+                return
+            if seq.in_step:
+                self._suspending.add(request_id)
+                return
+            if seq.machine.state == "RUNNING" and seq.num_tokens > seq.num_given:
+                self._suspend(seq)
+                self._flush_deltas()  # what it has sampled goes before the news that it stands still
+            self._tell_suspended(seq)
+
+    def _tell_suspended(self, seq: Sequence) -> None:
+        lease = self._lease_of.get(seq.request_id)
+        if lease is not None:
+            suspended = Suspended(request_id=seq.request_id, attempt=seq.attempt, handle=lease.handle)
+            self._outbox.to_router.append((seq.owner, suspended))
+
+    def _suspend(self, seq: Sequence) -> None:
+        """The last token's KV is not computed: the lease covers those before it."""
+        seq.machine.move("LEASED")
+        lease = self._open_lease(seq, seq.num_computed)
+        spare = seq.block_ids[self.scheduler.blocks_for(seq.num_computed) :]
+        if spare:
+            self.blocks.drop(spare, seq.holder)
+            del seq.block_ids[-len(spare) :]
+        self._complete_lease(lease, seq.token_ids[-1])
+
+    def _repeat(self, seq: Sequence, next_index: int) -> None:
+        """Those of its tokens that are not on their way already with the step's own message."""
+        first = max(next_index, seq.first_index)
+        tokens = seq.token_ids[seq.num_given + first - seq.first_index :]
+        if tokens:
+            deltas = [self._delta(seq, token, index) for index, token in enumerate(tokens, first)]
+            self._outbox.to_router.append((seq.owner, Tokens(deltas=deltas)))
+        self._tell_suspended(seq)
 
     @staticmethod
     def _delta(seq: Sequence, token: int, index: int, reason: FinishReason | None = None) -> TokenDelta:
@@ -213,7 +274,8 @@ class DecodeEngine(EngineCore):
         """The one place where a request leaves: its blocks go back now, or when nobody touches them any
         more."""
         seq.machine.move(state)
-        del self._by_request[seq.request_id]
+        self._forget(seq)
+        self._close_lease(seq, reason, ended=state == "ABORTED")
         self._handles.pop(seq.request_id, None)
         if seq in self._queue:
             self._queue.remove(seq)
@@ -221,13 +283,16 @@ class DecodeEngine(EngineCore):
             del self._fetching[seq.request_id]
             self.scheduler.num_elsewhere = len(self._fetching)
             seq.doomed = True
-            self._ending.add(id(seq))
+            self._ending[id(seq)] = seq
             self.cancelled_fetches.append(seq)
         else:
             self._leave(seq)
 
     def _failed(self, seq: Sequence) -> None:
         self._end(seq, "ABORTED")
+
+    def _leaving(self) -> list[Sequence]:
+        return [*super()._leaving(), *self._ending.values()]
 
     # ------------------------------------------------------------------ reading
 

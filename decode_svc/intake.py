@@ -4,6 +4,7 @@ them.
 1. ``Fetch`` opens the lease from the first block that is not here yet.
 2. ``Ready`` names blocks that are final; they are copied at once, into the blocks reserved for them.
 3. ``Commit`` says that all have been named, and brings the first token.
+   Blocks are compared with their checksums as they arrive, before anything is built on them.
 4. ``Release(received)`` asks whether the lease stood until now; only ``Released(ok)`` makes the copy count.
 
 Whatever goes wrong raises :class:`TransferError`, and the request recovers elsewhere.
@@ -17,14 +18,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
 from pagerelay.common.errors import ConfigError, TransferError
+from pagerelay.common.kv.checksum import wrong_blocks
 from pagerelay.common.kv.pool import KvPool
 from pagerelay.common.transport.base import TransferBackend
 from pagerelay.common.wire.messages import AboutLease, Commit, Fetch, LeaseLost, Ready, Release, Released
 from pagerelay.common.wire.pools import PoolAddress
 from pagerelay.decode_svc.engine import Intake
 from pagerelay.decode_svc.peers import PeerLink
+
+
+class CorruptBlocks(TransferError):
+    """Bytes arrived that are not those of their checksums."""
+
+    def __init__(self, block_ids: list[int]) -> None:
+        super().__init__(f"{len(block_ids)} blocks came with other bytes than their checksums say")
+        self.block_ids = block_ids
+        """The peer's."""
 
 
 class LeaseEnded(TransferError):
@@ -91,15 +103,20 @@ async def fetch_prompt(
     *,
     patience_s: float,
     clock: Callable[[], float],
+    checksums: bool = True,
 ) -> Fetched:
     """Runs the protocol above for one reserved sequence. ``patience_s``: longest silence of the peer between
-    renewals and news; it must be shorter than the lease."""
+    renewals and news; it must be shorter than the lease. ``checksums``: compare those that the peer sends."""
     handle, seq = intake.handle, intake.seq
     lease = handle.lease
     if handle.num_tokens != seq.num_given:
         raise TransferError(f"the lease covers {handle.num_tokens} tokens, the job has {seq.num_given}")
     fetch = Fetch(
-        lease=lease, incarnation=handle.incarnation, from_block=intake.from_block, layout=pool.layout
+        lease=lease,
+        incarnation=handle.incarnation,
+        from_block=intake.from_block,
+        layout=pool.layout,
+        ticket=handle.ticket,
     )
     news = await link.open(fetch)
     missing = set(range(intake.from_block, len(seq.block_ids)))
@@ -108,6 +125,7 @@ async def fetch_prompt(
     moved = 0
     num_blocks = len(missing)
     confirmed = False
+    corrupt: list[int] = []
     try:
         while missing or commit is None:
             again = msgspec.structs.replace(fetch, from_block=min(missing, default=len(seq.block_ids)))
@@ -115,14 +133,23 @@ async def fetch_prompt(
             if isinstance(message, Ready):
                 if message.first + len(message.block_ids) > len(seq.block_ids):
                     raise TransferError("the peer announced more blocks than the prompt has")
+                if len(message.sums) not in (0, len(message.block_ids)):
+                    raise TransferError("the peer announced blocks and checksums of different number")
                 # What was announced twice, because we asked again, is copied once.
-                due = [(i, block) for i, block in enumerate(message.block_ids, message.first) if i in missing]
-                targets = [seq.block_ids[index] for index, _ in due]
-                sources = [block for _, block in due]
+                due = [at for at in range(len(message.block_ids)) if message.first + at in missing]
+                sources = [message.block_ids[at] for at in due]
+                targets = [seq.block_ids[message.first + at] for at in due]
                 moved += await backend.fetch(
                     link, lease, sources, pool.blocks, targets, written=message.written
                 )
-                missing.difference_update(index for index, _ in due)
+                # Only of pools in the host's memory: see LeasingEngine.
+                if checksums and message.sums and isinstance(pool.blocks, np.ndarray):
+                    sums = [message.sums[at] for at in due]
+                    wrong = await asyncio.to_thread(wrong_blocks, pool.blocks, targets, sums)
+                    corrupt = [sources[at] for at in wrong]
+                    if corrupt:
+                        raise CorruptBlocks(corrupt)
+                missing.difference_update(message.first + at for at in due)
             elif isinstance(message, Commit):
                 if message.num_tokens != seq.num_given:
                     raise TransferError(
@@ -144,7 +171,7 @@ async def fetch_prompt(
             # Give the peer its blocks back now rather than when the lease runs out; if it is gone, that is
             # that.
             with contextlib.suppress(TransferError):
-                await link.release(lease, received=False)
+                await link.send(Release(lease=lease, received=False, corrupt=corrupt))
 
 
 async def _next(

@@ -1,5 +1,5 @@
-"""A decode worker's links to the prefill workers that it fetches from: one per peer process, opened on first
-use."""
+"""A decode worker's links to the workers that it fetches from, prefill workers and decode workers that hand
+over: one per peer process, opened on first use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from pagerelay.common.errors import TransferError, WireError
 from pagerelay.common.wire.auth import CurveKeys
-from pagerelay.common.wire.codec import Decoder, encode
+from pagerelay.common.wire.codec import MAX_CONTROL_BYTES, Decoder, encode
 from pagerelay.common.wire.messages import (
     AboutLease,
     Blocks,
@@ -21,7 +21,6 @@ from pagerelay.common.wire.messages import (
     KvHandle,
     LeaseLost,
     Read,
-    Release,
     Renew,
     ToDecode,
     ToPrefill,
@@ -41,18 +40,18 @@ class Inbox:
     """News about one lease. ``reads``: answers due for blocks asked for over the wire, in the order asked."""
 
     news: asyncio.Queue[AboutLease] = field(default_factory=asyncio.Queue)
-    reads: list[asyncio.Future[list[memoryview]]] = field(default_factory=list)
+    reads: list[tuple[list[int], asyncio.Future[list[memoryview]]]] = field(default_factory=list)
 
 
 class PeerLink:
-    """The data link to one incarnation of one prefill worker."""
+    """The data link to one incarnation of one worker that gives leases."""
 
     def __init__(
         self,
         handle: KvHandle,
         keys: CurveKeys | None,
         spawn: Spawn,
-        on_dropped: Callable[[], None],
+        on_dropped: Callable[[str, str], None],
         on_detach: Callable[[PeerLink], None] = lambda _: None,
     ) -> None:
         self.worker_id = handle.worker_id
@@ -65,7 +64,7 @@ class PeerLink:
             secrets.token_bytes(16),
             keys,
             "the peer's data endpoint",
-            max_frame_bytes=MAX_BLOCK_BYTES,
+            max_frame_bytes=min(max(handle.layout.block_bytes, MAX_CONTROL_BYTES), MAX_BLOCK_BYTES),
         )
         self._inboxes: dict[int, Inbox] = {}
         self._task = spawn(self._receive())
@@ -78,7 +77,7 @@ class PeerLink:
         try:
             await self._socket.send(encode(message))
         except PeerUnreachable as error:
-            raise TransferError("the prefill worker cannot be reached") from error
+            raise TransferError("the worker that has the KV cannot be reached") from error
 
     async def open(self, fetch: Fetch) -> asyncio.Queue[AboutLease]:
         """Begins to fetch a lease; its news come through the queue until :meth:`close_lease`."""
@@ -92,7 +91,7 @@ class PeerLink:
 
     def close_lease(self, lease: int) -> None:
         inbox = self._inboxes.pop(lease, None)
-        for read in inbox.reads if inbox is not None else ():
+        for _, read in inbox.reads if inbox is not None else ():
             read.cancel()
 
     async def read(self, lease: int, block_ids: Sequence[int]) -> list[memoryview]:
@@ -100,15 +99,12 @@ class PeerLink:
         if inbox is None:
             raise TransferError("the lease is closed")
         answer: asyncio.Future[list[memoryview]] = asyncio.get_running_loop().create_future()
-        inbox.reads.append(answer)
+        inbox.reads.append((list(block_ids), answer))
         await self.send(Read(lease=lease, block_ids=list(block_ids)))
         return await answer
 
-    async def renew(self, leases: list[int]) -> None:
-        await self.send(Renew(leases=leases))
-
-    async def release(self, lease: int, received: bool) -> None:
-        await self.send(Release(lease=lease, received=received))
+    async def renew(self, tickets: dict[int, str]) -> None:
+        await self.send(Renew(tickets=tickets))
 
     async def _receive(self) -> None:
         while True:
@@ -116,7 +112,7 @@ class PeerLink:
             try:
                 message = _decode(frames[0] if frames else b"")
             except WireError as error:
-                self._on_dropped()
+                self._on_dropped("unknown", "malformed")
                 log.warning("dropped a message of %s: %s", self.worker_id, error)
                 continue
             if isinstance(message, Detach):
@@ -124,15 +120,18 @@ class PeerLink:
                 continue
             inbox = self._inboxes.get(message.lease)
             if inbox is None:
-                continue  # late news about a lease that is no longer ours
+                self._on_dropped(type(message).__name__, "late")  # the lease is no longer ours
+                continue
             if isinstance(message, Blocks):
-                if inbox.reads:
-                    read = inbox.reads.pop(0)
+                if inbox.reads and inbox.reads[0][0] == message.block_ids:
+                    _, read = inbox.reads.pop(0)
                     if not read.done():
                         read.set_result(frames[1:])
+                else:  # not the answer that is due: one was lost or repeated with a connection
+                    self._on_dropped("Blocks", "repeated")
                 continue
             if isinstance(message, LeaseLost):
-                for read in inbox.reads:
+                for _, read in inbox.reads:
                     if not read.done():
                         read.set_exception(TransferError(f"the lease is gone: {message.reason}"))
                 inbox.reads.clear()
@@ -156,7 +155,7 @@ class Peers:
         keys: CurveKeys | None,
         clock: Callable[[], float],
         spawn: Spawn,
-        on_dropped: Callable[[], None],
+        on_dropped: Callable[[str, str], None],
         idle_s: float = 60.0,
         *,
         on_detach: Callable[[PeerLink], None] = lambda _: None,

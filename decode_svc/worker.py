@@ -14,20 +14,20 @@ from pagerelay.common.service.worker import Worker
 from pagerelay.common.transport.base import TransferBackend
 from pagerelay.common.transport.cuda_ipc import CudaIpcBackend
 from pagerelay.common.transport.tcp import TcpBackend
+from pagerelay.common.wire.account import Load
 from pagerelay.common.wire.auth import CurveKeys
 from pagerelay.common.wire.messages import (
     Attach,
     DecodeJob,
     Detached,
     KvHandle,
-    Load,
-    Message,
     Role,
+    Suspend,
     ToWorker,
 )
 from pagerelay.common.wire.sockets import LINGER_MS
 from pagerelay.decode_svc.engine import DecodeEngine, Intake
-from pagerelay.decode_svc.intake import BackendChoice, LeaseEnded, fetch_prompt
+from pagerelay.decode_svc.intake import BackendChoice, CorruptBlocks, LeaseEnded, fetch_prompt
 from pagerelay.decode_svc.peers import PeerLink, Peers
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,11 @@ class DecodeWorker(Worker):
         if colocated:
             self.role = "colocated"
         super().__init__(config, keys, parts)
-        self.engine: DecodeEngine = DecodeEngine(parts.runner, parts.facts, parts.pool, parts.limits)
+        self.engine: DecodeEngine = DecodeEngine(
+            parts.runner, parts.facts, parts.pool, parts.limits, self.leasing()
+        )
+        if config.worker.drain == "hand-over":
+            self.data = self.make_data_link(self.engine)
         self._direct = direct_backend(parts)
         self._backends = (self._direct, TcpBackend(config.worker.tcp_window_blocks, parts.cuda))
         self._choice = BackendChoice(config.worker.transport, *self._backends, probe=self._direct.attach)
@@ -60,10 +64,8 @@ class DecodeWorker(Worker):
 
     # ------------------------------------------------------------------ fetching
 
-    async def start_data_link(self) -> None:
-        pass  # a decode worker dials; nobody fetches from it
-
     async def stop_data_link(self) -> None:
+        await super().stop_data_link()  # while the links to our peers still answer those that end, too
         for task in self._fetches.values():
             task.cancel()
         await asyncio.gather(*self._fetches.values(), return_exceptions=True)
@@ -88,9 +90,6 @@ class DecodeWorker(Worker):
             await link.send(Detached())
         except TransferError as error:
             log.debug("%s was not told that its pool is closed: %s", link.worker_id, error)
-
-    async def send_to_peer(self, peer: bytes, message: Message) -> None:
-        raise TransferError("a decode worker has no peers that dial it")
 
     def after_step(self) -> None:
         """Starts the fetches that there is room for now, and stops those that nobody wants any more."""
@@ -122,7 +121,7 @@ class DecodeWorker(Worker):
         try:
             difference = self.parts.layout.difference(handle.layout)
             if difference is not None:
-                raise ConfigError(f"the prefill worker does not match: {difference}")
+                raise ConfigError(f"the worker that has the KV does not match: {difference}")
             link = self._peers.link(handle)
             backend = await self._backend(handle, link)
             fetched = await fetch_prompt(
@@ -132,6 +131,7 @@ class DecodeWorker(Worker):
                 self.parts.pool,
                 patience_s=self.config.worker.lease_s / 4,
                 clock=self.clock,
+                checksums=self.config.worker.checksums,
             )
         except ConfigError as error:
             log.error("%s", error)
@@ -139,6 +139,8 @@ class DecodeWorker(Worker):
         except LeaseEnded:
             self.engine.fetch_pointless(seq)
         except TransferError as error:
+            if isinstance(error, CorruptBlocks):
+                self.counters.corrupt_blocks += len(error.block_ids)
             log.warning("fetch from %s failed: %s", handle.worker_id, error)
             self.engine.fetch_failed(seq, str(error), retryable=True)
         else:
@@ -173,6 +175,7 @@ class DecodeWorker(Worker):
         counters.prompt_tokens_received += seq.num_given - cached
 
     def tick(self) -> None:
+        super().tick()
         self.counters.preemptions = self.engine.num_preempted
         now = self.clock()
         if now - self._renewed_at > self.config.worker.lease_s / 4:
@@ -184,12 +187,12 @@ class DecodeWorker(Worker):
 
     async def _renew(self, handles: list[KvHandle]) -> None:
         """Requests that wait for room here keep their KV on P."""
-        leases: dict[str, list[int]] = {}
+        tickets: dict[str, dict[int, str]] = {}
         for handle in handles:
-            leases.setdefault(handle.incarnation, []).append(handle.lease)
+            tickets.setdefault(handle.incarnation, {})[handle.lease] = handle.ticket
         for handle in {handle.incarnation: handle for handle in handles}.values():
             try:
-                await self._peers.link(handle).renew(leases[handle.incarnation])
+                await self._peers.link(handle).renew(tickets[handle.incarnation])
             except TransferError as error:
                 log.debug("could not renew leases on %s: %s", handle.worker_id, error)
 
@@ -199,10 +202,11 @@ class DecodeWorker(Worker):
 
     # ------------------------------------------------------------------ routers
 
-    def submit(self, router_id: str, message: ToWorker) -> bool:
+    def submit(self, router_id: str, message: ToWorker) -> None:
         if isinstance(message, DecodeJob):
             self.engine.submit(router_id, message)
-        return isinstance(message, DecodeJob)
+        elif isinstance(message, Suspend):
+            self.engine.suspend(message.request_id, message.attempt)
 
     def load(self) -> Load:
         engine = self.engine
@@ -213,4 +217,5 @@ class DecodeWorker(Worker):
             outstanding_prefill_tokens=engine.outstanding_tokens(),
             busy_for_s=self.busy_for_s(),
             draining=self.draining,
+            hands_over=self.draining and self.data is not None,
         )

@@ -10,9 +10,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from pagerelay.common.errors import ApiError, DeadlineExceeded, NotFound, PayloadTooLarge
 from pagerelay.router.answer import Answer, Piece
+from pagerelay.router.api_keys import ApiKeys, guard
 from pagerelay.router.replies import Reply, models_body, reply_for
 from pagerelay.router.service import RouterService, outcome
 from pagerelay.router.sse import HEADERS, KEEPALIVE, error_event, json_body
@@ -31,7 +33,9 @@ def json_response(body: bytes, status: int = 200, headers: dict[str, str] | None
 
 
 def error_response(error: ApiError) -> web.Response:
-    headers = {"Retry-After": str(error.retry_after_s)} if error.retry_after_s is not None else None
+    headers = {"Retry-After": str(error.retry_after_s)} if error.retry_after_s is not None else {}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     return json_response(json_body(error.body()), error.status, headers)
 
 
@@ -262,7 +266,9 @@ async def refuse_embeddings(request: web.Request) -> web.Response:
 
 
 def make_app(service: RouterService) -> web.Application:
-    app = web.Application(middlewares=[errors_as_json], client_max_size=service.config.router.max_body_bytes)
+    keys = ApiKeys(service.config.client_keys())
+    middlewares: list[Middleware] = [errors_as_json, *([guard(keys)] if keys else [])]
+    app = web.Application(middlewares=middlewares, client_max_size=service.config.router.max_body_bytes)
     app[SERVICE] = service
     app.router.add_post("/generate", generation("generate"))
     app.router.add_post("/v1/completions", generation("completions"))

@@ -6,14 +6,16 @@ States (``common/states.py`` has the table)::
     PREFILLING  → HANDOFF      a decode worker D was chosen on fresh load and fetches while P computes
     QUEUED      → HANDOFF      no prefill worker is there: D computes the prompt itself
     HANDOFF     → DECODING     D has confirmed the KV
-    any of them → RECOVERING   a worker was lost, the lease or the fetch failed, or D preempted it: everything
-    is
+    DECODING    → HANDOFF      D drains and hands over: another D fetches from it, nothing is computed anew
+    any of them → RECOVERING   a worker was lost, the lease or the fetch failed, or D preempted it:
+    everything is
                                dispatched anew with prompt + tokens so far; sampling is keyed by position, so
                                the continuation is the same
     → FINISHED | FAILED | ABORTED; whichever way it ends, workers that may hold something are told once
 
 The journal is ``emitted``. A token counts when its index is the next one due: what comes twice (both P and D
-send the first token; a late attempt) is dropped, and a gap means that something was lost: it recovers.
+send the first token; a late attempt) is dropped. Where a message was lost, which a gap or silence shows,
+the worker is asked to say it again (``Probe``); only if it cannot the request recovers.
 """
 
 from __future__ import annotations
@@ -22,31 +24,32 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 from pagerelay.common.errors import DeadlineExceeded, InvalidRequest, Unavailable, WorkerLost
 from pagerelay.common.states import ROUTER, Machine
 from pagerelay.common.wire.messages import (
-    Abort,
-    DecodeJob,
     Failed,
     FinishReason,
     FirstToken,
     HandedOver,
     KvHandle,
     Preempted,
-    PrefillJob,
     PrefillStarted,
     SamplingParams,
+    Suspended,
     TokenDelta,
     Tokens,
 )
 from pagerelay.router.links import RequestNews, WorkerLinks
 from pagerelay.router.metrics import RouterMetrics
+from pagerelay.router.placement import Placement
 from pagerelay.router.policy import RoutingPolicy
-from pagerelay.router.registry import WorkerEntry
 
 log = logging.getLogger(__name__)
 
+MAX_GAP = 32
+"""Tokens that may arrive ahead of a missing one before the request recovers instead of waiting for it."""
 MAX_PREEMPTIONS = 64
 """A request preempted this often ends in an error instead of going round for ever."""
 
@@ -58,6 +61,7 @@ class FlowSettings:
     max_recoveries: int
     rejoin_wait_s: float = 1.0
     """With the 3 s until a silent worker is taken for dead, an answer that cannot go on ends within 5 s."""
+    probe_s: float = 2.0
 
 
 @dataclass(slots=True)
@@ -74,6 +78,13 @@ class _Lost:
 
     def __init__(self, worker_id: str) -> None:
         self.worker_id = worker_id
+
+
+class _LeaveDecoder(_Lost):
+    """Its decode worker drains, and hands over what runs on it."""
+
+
+_Event = TokenDelta | RequestNews | _Lost
 
 
 class RequestFlow:
@@ -96,20 +107,23 @@ class RequestFlow:
         self.recoveries = 0
         self.times = FlowTimes()
         self.transport: str | None = None
-        self._order = order
         self._prompt = prompt
         self._sampling = sampling
         self._links = links
-        self._policy = policy
+        self._place = Placement(request_id, order, sampling, self, links, policy)
         self._metrics = metrics
         self._settings = settings
         self._clock = clock
         self._machine = Machine(ROUTER, "QUEUED")
-        self._inbox: asyncio.Queue[TokenDelta | RequestNews | _Lost] = asyncio.Queue()
-        self._prefill: WorkerEntry | None = None
-        self._decode: WorkerEntry | None = None
+        self._inbox: asyncio.Queue[_Event] = asyncio.Queue()
+        self._started = False
+        """P has said in this attempt where its KV will be."""
         self._preemptions = 0
+        self._gap = 0
+        """Tokens that came ahead of the one that is due."""
         self._done = False
+        self._progress_at = 0.0
+        """Loop time of the last news that brought it forward; what is said again does not count."""
 
     @property
     def state(self) -> str:
@@ -125,6 +139,10 @@ class RequestFlow:
 
     def worker_lost(self, worker_id: str) -> None:
         self._inbox.put_nowait(_Lost(worker_id))
+
+    def leave_decoder(self, worker_id: str) -> None:
+        """This worker wants to be rid of it. May be said again and again."""
+        self._inbox.put_nowait(_LeaveDecoder(worker_id))
 
     # ------------------------------------------------------------------ the coroutine's verbs
 
@@ -144,7 +162,7 @@ class RequestFlow:
         if reason is not None:
             # The worker that sent the last token holds nothing any more; a decode worker that was only going
             # to take over still does.
-            self._done = self.state == "DECODING" or self._decode is None
+            self._done = self.state == "DECODING" or self._place.decoder is None
             self._move("FINISHED")
         return fresh, reason
 
@@ -154,7 +172,7 @@ class RequestFlow:
         self._links.flows.pop(self.request_id, None)
         if not self._machine.ended:
             self._move("ABORTED")
-        await self._release(abort=not self._done)
+        await self._place.release(self.attempt, abort=not self._done)
 
     def finished_by_router(self) -> None:
         """A stop string ended the answer: the worker does not know yet, :meth:`close` will tell it."""
@@ -167,52 +185,82 @@ class RequestFlow:
         patience = (
             self._settings.stall_timeout_s if self.state == "DECODING" else self._settings.queue_timeout_s
         )
-        try:
-            event = self._inbox.get_nowait()
-        except asyncio.QueueEmpty:
-            was = self.state.lower()
-            try:
-                # Not wait_for: on Python 3.11 it can swallow a cancellation that comes together with the
-                # item.
-                async with asyncio.timeout(patience):
-                    event = await self._inbox.get()
-            except TimeoutError:
-                if self.state == "DECODING":
-                    await self._recover("stall", f"the decode worker was silent for {patience:g} s")
-                    return []
-                self._move("FAILED")
-                raise DeadlineExceeded(
-                    f"no progress for {patience:g} s while {was}; the cluster is overloaded or stuck"
-                ) from None
+        was = self.state.lower()
+        event = await self._next_event(patience)
+        if event is None:
+            if self.state == "DECODING":
+                await self._recover("stall", f"the decode worker was silent for {patience:g} s")
+                return []
+            self._move("FAILED")
+            raise DeadlineExceeded(
+                f"no progress for {patience:g} s while {was}; the cluster is overloaded or stuck"
+            )
         if isinstance(event, TokenDelta):
+            if self.state == "HANDOFF" and event.attempt == self.attempt:
+                self._decoding()  # its HandedOver was lost
             return await self._accept(event)
+        if isinstance(event, _LeaveDecoder):
+            await self._ask_to_suspend(event.worker_id)
+            return []
         if isinstance(event, _Lost):
-            if event.worker_id in self._holders():
+            if self._place.is_with(event.worker_id):
                 await self._recover("worker_lost", "its worker was lost")
             return []
         attempt = event.delta.attempt if isinstance(event, FirstToken) else event.attempt
         if attempt != self.attempt:
-            self._metrics.late_messages.inc()
+            self._metrics.drop(type(event).__name__, "late")
             return []
         return await self._on_news(event)
+
+    async def _next_event(self, patience_s: float) -> _Event | None:
+        """The next piece of news; ``None`` after ``patience_s`` without progress. Silence may mean that a
+        message was lost, so meanwhile the worker is asked."""
+        if not self._inbox.empty():
+            return self._inbox.get_nowait()
+        now = asyncio.get_running_loop().time
+        deadline = self._progress_at + patience_s
+        while True:
+            try:
+                # Not wait_for: on Python 3.11 it can swallow a cancellation that comes together with the
+                # item.
+                async with asyncio.timeout(min(max(0.0, deadline - now()), self._settings.probe_s)):
+                    return await self._inbox.get()
+            except TimeoutError:
+                if now() >= deadline:
+                    return None
+                await self._place.probe(self.attempt, len(self.emitted))
 
     async def _on_news(self, event: RequestNews) -> list[TokenDelta]:
         match event:
             case PrefillStarted():
+                if self._started or self.state != "PREFILLING":
+                    self._metrics.drop("PrefillStarted", "repeated")
+                    return []
+                self._started = True
+                self._advanced()
                 self.times.queue_s = event.queued_s
                 self._metrics.queue.observe(event.queued_s)
                 # One token is all that is wanted: it comes from P, and no decode worker is troubled.
-                if self._sampling.max_tokens > len(self.emitted) + 1:
-                    await self._hand_off(event.handle)
+                tokens = (self._prompt + self.emitted)[: event.handle.num_tokens]
+                if self._sampling.max_tokens > len(tokens) - len(self._prompt) + 1:
+                    await self._hand_off(event.handle, tokens)
             case FirstToken():
+                if not self._place.first_token_due():
+                    self._metrics.drop("FirstToken", "repeated")
+                    return []
                 self.times.prefill_s = event.prefill_s
                 self._metrics.prefill.observe(event.prefill_s)
-                if self._prefill is not None:
-                    self._prefill.tokens_due.pop(self.request_id, None)
                 return await self._accept(event.delta)
             case HandedOver():
+                if self.state != "HANDOFF":
+                    self._metrics.drop("HandedOver", "repeated")
+                    return []
                 self._handed_over(event)
-                return await self._accept(event.first)
+                # Repeats P's token, by design; where the prompt was computed on D it is the only one to
+                # bring it.
+                return await self._accept(event.first) if event.first.index >= len(self.emitted) else []
+            case Suspended():
+                await self._move_over(event.handle)
             case Preempted():
                 self._preemptions += 1
                 await self._recover("preempted", "the decode workers have too little memory for this request")
@@ -226,8 +274,7 @@ class RequestFlow:
         return []
 
     def _handed_over(self, event: HandedOver) -> None:
-        if self.state == "HANDOFF":
-            self._move("DECODING")
+        self._decoding()
         self.transport = event.transport
         if event.transport == "local":
             self._metrics.recomputed_tokens.inc(event.num_computed_tokens)
@@ -235,87 +282,76 @@ class RequestFlow:
             self.times.handover_s = event.handover_s
             self._metrics.handover.labels(transport=event.transport).observe(event.handover_s)
             self._metrics.handover_bytes.labels(transport=event.transport).inc(event.num_bytes)
-        if self._prefill is not None:
-            self._prefill.release(self.request_id)
-            self._prefill = None
+
+    def _decoding(self) -> None:
+        self._move("DECODING")
+        self._place.kv_arrived()
 
     async def _accept(self, delta: TokenDelta) -> list[TokenDelta]:
-        """The delta if it is the next one due. Each worker's news come in order, and D repeats P's token
-        before its own, so a gap means that a message was lost with a connection."""
-        if delta.attempt != self.attempt:
-            self._metrics.late_messages.inc()
+        """The delta if it is the next one due. Each worker's news come in order, so a gap means that a
+        message was lost: the worker has its tokens still and is asked for them."""
+        if delta.attempt != self.attempt or delta.index < len(self.emitted):
+            self._metrics.drop("TokenDelta", "late" if delta.attempt != self.attempt else "repeated")
             return []
         if delta.index > len(self.emitted):
-            await self._recover("gap", f"token {delta.index} came where {len(self.emitted)} was due")
+            self._gap += 1
+            if self._gap == 1:
+                await self._place.probe(self.attempt, len(self.emitted))
+            elif self._gap > MAX_GAP:
+                await self._recover("gap", f"token {delta.index} came where {len(self.emitted)} was due")
             return []
-        if delta.index < len(self.emitted):
-            return []
+        self._gap = 0
         self.emitted.append(delta.token)
+        self._advanced()
         return [delta]
 
     # ------------------------------------------------------------------ dispatch and recovery
 
-    def _holders(self) -> set[str]:
-        return {entry.worker_id for entry in (self._prefill, self._decode) if entry is not None}
-
-    def _blocks_needed(self, tokens: int) -> int:
-        layout = self._links.registry.layout()
-        return 1 if layout is None else -(-tokens // layout.block_size)
-
     async def _dispatch(self) -> None:
         """Sends the job to a prefill worker; where there is none, to a decode worker that computes the prompt
         too."""
-        registry = self._links.registry
+        self._started, self._gap = False, 0
         tokens = self._prompt + self.emitted
-        blocks = self._blocks_needed(len(tokens))
         single = self._sampling.max_tokens <= len(self.emitted) + 1
-        decoders = registry.views("decode", "colocated")
-        if not single and self._policy.decode(decoders, blocks) is None:
-            self._move("FAILED")
-            raise Unavailable("no decode worker is available", code="no_decode_worker", retry_after_s=1)
-        chosen = self._policy.prefill(registry.views("prefill"), blocks)
-        entry = registry.chosen(chosen) if chosen is not None else None
-        if entry is None:
-            await self._hand_off(None)
-            return
-        self._move("PREFILLING")
-        self._prefill = entry
-        entry.bound[self.request_id] = self
-        entry.tokens_due[self.request_id] = len(tokens)
-        job = PrefillJob(
-            request_id=self.request_id,
-            attempt=self.attempt,
-            order=self._order,
-            token_ids=tokens,
-            sampling=self._sampling,
-            first_index=len(self.emitted),
-        )
-        await self._links.send(entry, job)
+        if not single and self._place.decoder_for(len(tokens)) is None:
+            self._fail_without_decoder()
+        if await self._place.to_prefill(self.attempt, tokens, len(self.emitted)) is None:
+            await self._hand_off(None, tokens)
+        else:
+            self._move("PREFILLING")
 
-    async def _hand_off(self, handle: KvHandle | None) -> None:
-        """Chooses a decode worker on its load of this moment and sends it the job."""
-        registry = self._links.registry
-        tokens = self._prompt + self.emitted
-        chosen = self._policy.decode(registry.views("decode", "colocated"), self._blocks_needed(len(tokens)))
-        entry = registry.chosen(chosen) if chosen is not None else None
+    async def _hand_off(self, handle: KvHandle | None, tokens: list[int]) -> None:
+        """To a decode worker: ``tokens`` are those whose KV it fetches or computes."""
+        first_index = len(tokens) - len(self._prompt)
+        entry = await self._place.to_decoder(self.attempt, tokens, first_index, handle)
         if entry is None:
-            self._move("FAILED")
-            raise Unavailable("no decode worker is available", code="no_decode_worker", retry_after_s=1)
+            self._fail_without_decoder()
         self._move("HANDOFF")
         if handle is None and entry.hello.role != "colocated":
             self._metrics.local_prefills.labels(reason="no_prefill_worker").inc()
-        self._decode = entry
-        entry.bound[self.request_id] = self
-        job = DecodeJob(
-            request_id=self.request_id,
-            attempt=self.attempt,
-            order=self._order,
-            token_ids=tokens,
-            sampling=self._sampling,
-            first_index=len(self.emitted),
-            handle=handle,
-        )
-        await self._links.send(entry, job)
+
+    def _fail_without_decoder(self) -> NoReturn:
+        self._move("FAILED")
+        raise Unavailable("no decode worker is available", code="no_decode_worker", retry_after_s=1)
+
+    async def _ask_to_suspend(self, worker_id: str) -> None:
+        """If another decode worker could take it now; else it stays where it is."""
+        here = self.state == "DECODING" and self.emitted and self._place.is_with(worker_id)
+        if here and self._place.decoder_for(len(self._prompt) + len(self.emitted)) is not None:
+            await self._place.suspend(self.attempt)
+
+    async def _move_over(self, handle: KvHandle) -> None:
+        """The decode worker has stopped: its blocks hold all tokens but the last, and go to another one."""
+        tokens = self._prompt + self.emitted[:-1]
+        if self.state != "DECODING":
+            self._metrics.drop("Suspended", "repeated")
+        elif handle.num_tokens != len(tokens) or self._place.decoder_for(len(tokens)) is None:
+            await self._recover("handover_failed", "its decode worker drains, and none could take over")
+        else:
+            self._metrics.moved.inc()
+            self.attempt += 1
+            self._place.turn_over()
+            await self._hand_off(handle, tokens)
 
     async def _recover(self, cause: str, message: str) -> None:
         """Everything anew with what the client has already; at most ``max_recoveries`` times."""
@@ -336,7 +372,7 @@ class RequestFlow:
             self._move("FAILED")
             raise WorkerLost(f"gave up after {self._settings.max_recoveries} recoveries: {message}")
         self._move("RECOVERING")
-        await self._release(abort=True)
+        await self._place.release(self.attempt, abort=True)
         self.attempt += 1
         await self._wait_for_a_decoder()
         await self._dispatch()
@@ -348,14 +384,9 @@ class RequestFlow:
         while not self._links.registry.entries("decode", "colocated") and self._clock() < deadline:
             await asyncio.sleep(0.05)
 
-    async def _release(self, abort: bool) -> None:
-        for entry in (self._prefill, self._decode):
-            if entry is None:
-                continue
-            entry.release(self.request_id)
-            if abort and self._links.registry.find_alive(entry):
-                await self._links.send(entry, Abort(request_id=self.request_id, attempt=self.attempt))
-        self._prefill = self._decode = None
-
     def _move(self, state: str) -> None:
         self._machine.move(state)
+        self._advanced()
+
+    def _advanced(self) -> None:
+        self._progress_at = asyncio.get_running_loop().time()

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from pagerelay.common.errors import WireError
 from pagerelay.common.wire.auth import CurveKeys
-from pagerelay.common.wire.codec import Decoder, encode
+from pagerelay.common.wire.codec import MAX_NEWS_BYTES, Decoder, encode
 from pagerelay.common.wire.messages import (
     Abort,
     Beat,
@@ -24,17 +24,22 @@ from pagerelay.common.wire.messages import (
     Preempted,
     PrefillJob,
     PrefillStarted,
+    Probe,
     Refused,
+    Suspend,
+    Suspended,
     Tokens,
     ToRouter,
 )
+from pagerelay.common.wire.roles import MAY_SEND
 from pagerelay.common.wire.sockets import PeerUnreachable, ServerSocket
 from pagerelay.router.registry import Bound, WorkerEntry, WorkerRegistry
 
 log = logging.getLogger(__name__)
-_decode: Decoder[ToRouter] = Decoder(ToRouter)
+_decode: Decoder[ToRouter] = Decoder(ToRouter, MAX_NEWS_BYTES)
 
-RequestNews = PrefillStarted | FirstToken | HandedOver | Preempted | Failed
+RequestNews = PrefillStarted | FirstToken | HandedOver | Preempted | Suspended | Failed
+ToOneWorker = PrefillJob | DecodeJob | Suspend | Probe | Abort
 
 
 class Flow(Bound, Protocol):
@@ -50,12 +55,12 @@ class WorkerLinks:
         self,
         registry: WorkerRegistry,
         keys: CurveKeys | None,
-        on_dropped: Callable[[], None],
+        on_dropped: Callable[[str, str], None],
         clock: Callable[[], float],
     ) -> None:
         self.registry = registry
         self.flows: dict[str, Flow] = {}
-        self._socket = ServerSocket(keys)
+        self._socket = ServerSocket(keys, MAX_NEWS_BYTES)
         self._on_dropped = on_dropped
         self._clock = clock
 
@@ -68,7 +73,7 @@ class WorkerLinks:
             try:
                 message = _decode(frames[0] if frames else b"")
             except WireError as error:
-                self._on_dropped()
+                self._on_dropped("unknown", "malformed")
                 log.warning("dropped a worker's message: %s", error)
                 continue
             await self._handle(identity, message)
@@ -90,27 +95,41 @@ class WorkerLinks:
         if entry is None:
             # Somebody who said Hello to our predecessor, or whom we have taken for dead.
             await self._send(identity, Refused(reason="unknown worker, say Hello", fatal=False))
+        elif type(message) not in MAY_SEND[entry.hello.role]:
+            self._on_dropped(type(message).__name__, "refused")
+            log.warning("%s may not send %s", entry.worker_id, type(message).__name__)
         elif isinstance(message, Tokens):
             for position, delta in enumerate(message.deltas):
-                flow = self.flows.get(delta.request_id)
+                flow = self._flow(entry, delta.request_id)
                 if flow is not None:
                     flow.tokens(message, position)
                 else:
-                    self._on_dropped()
+                    await self._unwanted(entry, "TokenDelta", delta.request_id, delta.attempt)
         elif isinstance(message, Heartbeat):
             self.registry.heard(entry, message)
             await self._send(identity, Beat())
         elif isinstance(message, Goodbye):
             self.registry.remove(entry, "it said goodbye")
         else:
-            request_id = message.delta.request_id if isinstance(message, FirstToken) else message.request_id
-            flow = self.flows.get(request_id)
+            subject = message.delta if isinstance(message, FirstToken) else message
+            flow = self._flow(entry, subject.request_id)
             if flow is not None:
                 flow.news(message, entry.worker_id)
             else:
-                self._on_dropped()
+                await self._unwanted(entry, type(message).__name__, subject.request_id, subject.attempt)
 
-    async def send(self, entry: WorkerEntry, message: PrefillJob | DecodeJob | Abort) -> bool:
+    def _flow(self, entry: WorkerEntry, request_id: str) -> Flow | None:
+        """The request, if this worker has something to say about it."""
+        return self.flows.get(request_id) if request_id in entry.bound else None
+
+    async def _unwanted(self, entry: WorkerEntry, kind: str, request_id: str, attempt: int) -> None:
+        """News of a request that this worker has no part in any more. If it goes on with it, our Abort was
+        lost or overtaken: it hears it again."""
+        self._on_dropped(kind, "late")
+        if kind in ("PrefillStarted", "HandedOver", "TokenDelta", "Suspended"):
+            await self._send(entry.identity, Abort(request_id=request_id, attempt=attempt))
+
+    async def send(self, entry: WorkerEntry, message: ToOneWorker) -> bool:
         """False if the worker cannot be reached: it is taken for gone, and what it held recovers."""
         if await self._send(entry.identity, message):
             return True

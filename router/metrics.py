@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pagerelay.common.wire.messages import Counters
+from pagerelay.common.wire.account import Counters
 from pagerelay.router.registry import WorkerEntry, WorkerRegistry
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -78,16 +78,25 @@ class RouterMetrics:
         self.recoveries = Counter(
             "pagerelay_recoveries", "Requests dispatched anew", ["cause"], registry=collector
         )
-        self.late_messages = Counter(
-            "pagerelay_late_messages", "News of older attempts, dropped as they must be", registry=collector
+        self.moved = Counter(
+            "pagerelay_moved_requests",
+            "Running requests handed over from a draining decode worker to another",
+            registry=collector,
         )
-        self.dropped_messages = Counter(
-            "pagerelay_dropped_messages", "Messages nobody waits for", registry=collector
+        self.dropped = Counter(
+            "pagerelay_dropped_messages",
+            "Workers' messages that the router dropped",
+            ["kind", "reason"],
+            registry=collector,
         )
         self.loop_lag = Gauge(
             "pagerelay_event_loop_lag_seconds", "How late the router's own timer was", registry=collector
         )
         self.collector.register(_Workers(registry))
+
+    def drop(self, kind: str, reason: str) -> None:
+        """Counts a message that came to nothing. Both labels are from closed sets."""
+        self.dropped.labels(kind=kind, reason=reason).inc()
 
     def expose(self) -> bytes:
         return generate_latest(self.collector)
@@ -109,6 +118,11 @@ class _Workers(Collector):
         blocks = GaugeMetricFamily(
             "pagerelay_blocks", "KV blocks by condition", labels=["worker", "role", "condition"]
         )
+        holders = GaugeMetricFamily(
+            "pagerelay_block_holders",
+            "KV blocks with at least one holder of the kind",
+            labels=["worker", "role", "kind"],
+        )
         seqs = GaugeMetricFamily("pagerelay_sequences", "Sequences", labels=["worker", "role", "condition"])
         due = GaugeMetricFamily(
             "pagerelay_outstanding_prefill_tokens",
@@ -121,11 +135,13 @@ class _Workers(Collector):
             load = entry.load
             for condition in ("total", "free", "held", "leased", "cached"):
                 blocks.add_metric([*who, condition], getattr(load.blocks, condition))
+            for kind in ("sequence", "fetch", "lease", "prefix"):
+                holders.add_metric([*who, kind], getattr(load.blocks, f"by_{kind}"))
             seqs.add_metric([*who, "running"], load.running)
             seqs.add_metric([*who, "waiting"], load.waiting)
             due.add_metric(who, load.outstanding_prefill_tokens)
             up.add_metric(who, 1)
-        yield from (blocks, seqs, due, up)
+        yield from (blocks, holders, seqs, due, up)
 
 
 def _counters(total: Counters) -> Iterator[Metric]:
@@ -144,6 +160,15 @@ def _counters(total: Counters) -> Iterator[Metric]:
         for kind, amount in transport.items():
             family.add_metric([kind], amount)
         yield family
+    dropped = CounterMetricFamily(
+        "pagerelay_worker_dropped_messages",
+        "Messages that workers dropped or could not deliver",
+        labels=["kind", "reason"],
+    )
+    for key, amount in total.dropped.items():
+        kind, _, reason = key.partition("/")
+        dropped.add_metric([kind, reason], amount)
+    yield dropped
     for name, value, help_text in (
         ("pagerelay_engine_steps", total.steps, "Engine steps"),
         (
@@ -153,17 +178,18 @@ def _counters(total: Counters) -> Iterator[Metric]:
         ),
         ("pagerelay_engine_step_seconds", total.step_seconds, "Time spent in steps"),
         ("pagerelay_worker_tokens", total.tokens_generated, "Tokens sampled"),
+        (
+            "pagerelay_corrupt_blocks",
+            total.corrupt_blocks,
+            "Fetched KV blocks that did not match their checksum",
+        ),
+        ("pagerelay_ledger_faults", total.ledger_faults, "Block ledgers found broken; always 0"),
         ("pagerelay_leases_expired", total.leases_expired, "Leases that ran out"),
         ("pagerelay_preemptions", total.preemptions, "Sequences preempted for want of blocks"),
         (
             "pagerelay_transport_fallbacks",
             total.fallbacks,
             "Peers reached over tcp although shm or cuda_ipc was preferred",
-        ),
-        (
-            "pagerelay_worker_dropped_messages",
-            total.dropped_messages,
-            "Messages that workers could not deliver or read",
         ),
     ):
         yield CounterMetricFamily(name, help_text, value=value)

@@ -6,17 +6,17 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pagerelay.common.wire.account import Counters, Load
 from pagerelay.common.wire.messages import (
     PROTOCOL,
-    Counters,
     Heartbeat,
     Hello,
     Layout,
-    Load,
     Message,
     Refused,
     Role,
@@ -27,6 +27,8 @@ from pagerelay.router.policy import WorkerView
 log = logging.getLogger(__name__)
 
 
+NUM_REMEMBERED = 1024
+"""Incarnations of the past that are told apart."""
 _RANKS: dict[str, int | None] = {"ready": 0, "suspect": 1, "draining": None}
 
 
@@ -34,6 +36,8 @@ class Bound(Protocol):
     """A request that some worker holds."""
 
     def worker_lost(self, worker_id: str) -> None: ...
+
+    def leave_decoder(self, worker_id: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -51,8 +55,6 @@ class WorkerEntry:
     tokens_due: dict[str, int] = field(default_factory=dict)
     """request_id → prompt tokens sent to it and not answered by a first token yet."""
     last_chosen: int = 0
-    introduced: bool = False
-    """It has been welcomed and knows it: a heartbeat came. Another Hello then means that it started over."""
 
     @property
     def worker_id(self) -> str:
@@ -82,7 +84,12 @@ class WorkerRegistry:
         self._context_len = context_len
         self._by_identity: dict[bytes, WorkerEntry] = {}
         self._choices = 0
-        self._departed: dict[str, Counters] = {}
+        self._replaced: OrderedDict[str, None] = OrderedDict()
+        """Incarnations whose name a newer one bears: should one still be there, it must not come back and
+        forth."""
+        self._long_gone = Counters()
+        """Totals of those who left before the last ``NUM_REMEMBERED``."""
+        self._departed: OrderedDict[str, Counters] = OrderedDict()
         """Totals of incarnations that have gone, so that no counter ever falls; one that comes back brings
         its own."""
 
@@ -96,9 +103,16 @@ class WorkerRegistry:
             return Refused(reason=reason, fatal=True)
         now = self._clock()
         known = self._by_identity.get(identity)
-        if known is not None and known.introduced:
+        if known is not None and known.hello.epoch != hello.epoch:
             self.remove(known, "it started over")  # it has dropped what we gave it
+        if hello.incarnation in self._replaced:
+            reason = f"another worker is called {hello.worker_id} now; give each its own worker.name"
+            return Refused(reason=reason, fatal=True)
         for entry in [e for e in self.entries() if e.worker_id == hello.worker_id and e.identity != identity]:
+            if entry.hello.incarnation != hello.incarnation:
+                self._replaced[entry.hello.incarnation] = None
+                if len(self._replaced) > NUM_REMEMBERED:
+                    self._replaced.popitem(last=False)
             self.remove(entry, "a new incarnation took its place")
         if identity not in self._by_identity:
             counters = self._departed.pop(hello.incarnation, None) or Counters()
@@ -122,7 +136,10 @@ class WorkerRegistry:
         )
 
     def heard(self, entry: WorkerEntry, message: Heartbeat) -> None:
-        entry.load, entry.counters, entry.introduced = message.load, message.counters, True
+        entry.load, entry.counters = message.load, message.counters
+        if entry.load.hands_over:
+            for request in list(entry.bound.values()):
+                request.leave_decoder(entry.worker_id)
 
     def find(self, identity: bytes) -> WorkerEntry | None:
         entry = self._by_identity.get(identity)
@@ -142,6 +159,8 @@ class WorkerRegistry:
             len(entry.bound),
         )
         self._departed[entry.hello.incarnation] = entry.counters
+        if len(self._departed) > NUM_REMEMBERED:
+            add_counters(self._long_gone, self._departed.popitem(last=False)[1])
         for request in list(entry.bound.values()):
             request.worker_lost(entry.worker_id)
 
@@ -205,7 +224,11 @@ class WorkerRegistry:
     def totals(self) -> Counters:
         """The counters of all workers that are or were here."""
         total = Counters()
-        for counters in (*self._departed.values(), *(entry.counters for entry in self.entries())):
+        for counters in (
+            self._long_gone,
+            *self._departed.values(),
+            *(entry.counters for entry in self.entries()),
+        ):
             add_counters(total, counters)
         return total
 

@@ -42,7 +42,7 @@ class RouterService:
             context_len=model.max_model_len,
         )
         self.metrics = RouterMetrics(self.registry)
-        self.links = WorkerLinks(self.registry, keys, self.metrics.dropped_messages.inc, self.clock)
+        self.links = WorkerLinks(self.registry, keys, self.metrics.drop, self.clock)
         self.policy: RoutingPolicy = LeastLoad()
         self.draining = False
         self.running = 0
@@ -50,6 +50,7 @@ class RouterService:
             queue_timeout_s=config.router.queue_timeout_s,
             stall_timeout_s=config.router.stall_timeout_s,
             max_recoveries=config.router.max_recoveries,
+            probe_s=config.router.probe_s,
         )
         self._orders = itertools.count(1)
         self._encoders = ThreadPoolExecutor(2, thread_name_prefix="tokenize")

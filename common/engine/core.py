@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -18,16 +19,29 @@ from pagerelay.common.engine.scheduler import Scheduler
 from pagerelay.common.engine.sequence import Sequence
 from pagerelay.common.errors import StartupError
 from pagerelay.common.hashing import PrefixHasher
-from pagerelay.common.kv.blocks import BlockPool, PrefixCache
+from pagerelay.common.kv.blocks import BlockPool, Holder, PrefixCache
 from pagerelay.common.kv.pool import KvPool
 from pagerelay.common.model.batch import Batch, Row, build_batch
 from pagerelay.common.model.runner import ModelFacts, ModelRunner
 from pagerelay.common.model.sampler import SampleRequest, sample
 from pagerelay.common.states import Machine
-from pagerelay.common.wire.messages import BlockCounts, DecodeJob, Failed, Message, PrefillJob
+from pagerelay.common.wire.account import BlockCounts
+from pagerelay.common.wire.messages import (
+    DecodeJob,
+    Failed,
+    Message,
+    PrefillJob,
+)
+
+NUM_REMEMBERED = 4096
+"""Requests and leases of the past that are remembered."""
 
 
 def _nothing() -> None:
+    pass
+
+
+def _ignored(kind: str, reason: str) -> None:
     pass
 
 
@@ -83,6 +97,11 @@ class EngineCore(ABC):
         self._outbox = Outbox()
         self._by_request: dict[str, Sequence] = {}
         self._in_step: list[Sequence] = []
+        self._past: OrderedDict[str, int] = OrderedDict()
+        """Requests that have left or were taken back before they came, with their attempt: what is said of
+        them again, or late, finds nobody."""
+        self.on_dropped: Callable[[str, str], None] = _ignored
+        """``(kind, reason)`` of a message that is dropped; called with the lock held."""
         self.on_planned: Callable[[], None] = _nothing
         """Called on the engine's thread when a step was planned that has news (a prompt was admitted): the
         decode worker is told before the step is computed, not after."""
@@ -112,6 +131,7 @@ class EngineCore(ABC):
         logits = self._runner.run(batch, self.pool.tensor)
         self.written = self.pool.mark_written()
         tokens = sample(logits, samples)
+        self._computed(plan)
         with self.lock:
             self.pool.settle()
             self._apply(plan, tokens)
@@ -185,9 +205,11 @@ class EngineCore(ABC):
         """A sequence for the job; ``None`` if it can never fit (the router is told) or is an old attempt's. A
         newer attempt replaces an older one."""
         known = self._by_request.get(job.request_id)
+        attempt = known.attempt if known is not None else self._past.get(job.request_id, 0)
+        if attempt >= job.attempt:
+            self.on_dropped(type(job).__name__, "repeated" if attempt == job.attempt else "late")
+            return None
         if known is not None:
-            if known.attempt >= job.attempt:
-                return None
             self._end(known, "ABORTED", "a newer attempt took its place")
         seq = Sequence(
             owner=owner,
@@ -212,6 +234,26 @@ class EngineCore(ABC):
             seq = self._by_request.get(request_id)
             if seq is not None and seq.attempt <= attempt:
                 self._end(seq, "ABORTED", "the request was taken back")
+                return
+            if seq is None and self._past.get(request_id, 0) < attempt:
+                self._remember(request_id, attempt)  # its job may still be under way
+            self.on_dropped("Abort", "late")
+
+    def probe(self, owner: str, request_id: str, attempt: int, next_index: int) -> None:
+        """Says again what a router may have missed, or that the request is not here."""
+        with self.lock:
+            seq = self._by_request.get(request_id)
+            if seq is not None and seq.attempt == attempt:
+                self._repeat(seq, next_index)
+            else:
+                failed = Failed(
+                    request_id=request_id,
+                    attempt=attempt,
+                    code="forgotten",
+                    message="the worker does not know this request",
+                    retryable=True,
+                )
+                self._outbox.to_router.append((owner, failed))
 
     def drop_owner(self, owner: str) -> int:
         """The router is gone, and nobody waits for its requests. Returns how many there were."""
@@ -228,6 +270,10 @@ class EngineCore(ABC):
         """The one place where a request leaves and its blocks are given back."""
 
     @abstractmethod
+    def _repeat(self, seq: Sequence, next_index: int) -> None:
+        """Sends again what has been said of it, output tokens from ``next_index`` on."""
+
+    @abstractmethod
     def _failed(self, seq: Sequence) -> None:
         """The step it was in raised."""
 
@@ -239,6 +285,9 @@ class EngineCore(ABC):
     def _short(self, seq: Sequence) -> bool:
         """A block is missing for it; see ``Scheduler``."""
 
+    def _computed(self, plan: list[tuple[Sequence, int]]) -> None:  # noqa: B027 - a hook, nothing by default
+        """The step's KV is written and not applied yet. The lock is not held: for work on its bytes."""
+
     @abstractmethod
     def _advanced(self, seq: Sequence) -> None:
         """More of its KV is computed."""
@@ -246,6 +295,17 @@ class EngineCore(ABC):
     @abstractmethod
     def _sampled(self, seq: Sequence, token: int, index: int) -> None:
         """``token``, appended already, is its output at position ``index``."""
+
+    def _forget(self, seq: Sequence) -> None:
+        """It is nobody's any more; what is said of it from now on is late."""
+        del self._by_request[seq.request_id]
+        self._remember(seq.request_id, seq.attempt)
+
+    def _remember(self, request_id: str, attempt: int) -> None:
+        self._past[request_id] = attempt
+        self._past.move_to_end(request_id)
+        if len(self._past) > NUM_REMEMBERED:
+            self._past.popitem(last=False)
 
     def _leave(self, seq: Sequence) -> None:
         """Takes a sequence out of the schedule and gives its blocks back, now or when the running step has
@@ -257,8 +317,17 @@ class EngineCore(ABC):
             self._give_back(seq)
 
     def _give_back(self, seq: Sequence) -> None:
-        self.blocks.drop(seq.block_ids)
+        self.blocks.drop(seq.block_ids, seq.holder)
         seq.block_ids = []
+
+    def _hold_as(self, seq: Sequence, holder: Holder) -> None:
+        """Its blocks stay its own and serve another purpose from now on."""
+        self.blocks.move(seq.block_ids, seq.holder, holder)
+        seq.holder = holder
+
+    def _leaving(self) -> list[Sequence]:
+        """Sequences that have left and whose blocks somebody still touches."""
+        return [seq for seq in self._in_step if seq.doomed]
 
     # ------------------------------------------------------------------ reading
 
@@ -266,12 +335,21 @@ class EngineCore(ABC):
         with self.lock:
             return self.blocks.counts()
 
-    def check_idle(self) -> bool:
-        """Recounts the ledger; True if no sequence is here. Raises if blocks are lost or held by nobody."""
+    def check_ledger(self) -> None:
+        """Recounts the ledger from the sequences that are here. Raises :class:`PagerelayError` if a block is
+        lost, or held by nobody who will give it back."""
         with self.lock:
-            self.blocks.check()
-            counts = self.blocks.counts()
-            return not (self.scheduler.waiting or self.scheduler.running or counts.held or counts.leased)
+            here = [*self._by_request.values(), *self._leaving()]
+            self.blocks.check_holders((seq.holder, seq.block_ids) for seq in here)
+
+    def check_idle(self) -> bool:
+        """True if no sequence is here; then the ledger has been recounted, and every block is free or cached.
+        Raises :class:`PagerelayError` if it is not so."""
+        with self.lock:
+            if self._by_request or self._leaving():
+                return False
+            self.check_ledger()
+            return True
 
 
 def check_fits(num_blocks: int, block_size: int) -> None:

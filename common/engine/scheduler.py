@@ -77,11 +77,11 @@ class Scheduler:
         """Gives a sequence the blocks of all its tokens: the cached ones shared, the rest taken. False: no
         room yet."""
         need = self.blocks_for(sequence.num_tokens) - len(cached)
-        self._blocks.share(cached)
+        self._blocks.share(cached, sequence.holder)
         if self._blocks.available < need + headroom:
-            self._blocks.drop(cached)
+            self._blocks.drop(cached, sequence.holder)
             return False
-        sequence.block_ids = cached + self._blocks.take(need)
+        sequence.block_ids = cached + self._blocks.take(need, sequence.holder)
         sequence.num_known_blocks = len(cached)
         sequence.num_cached = sequence.num_computed = len(cached) * self._block_size
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+from pagerelay.common.kv.blocks import Holder
 from pagerelay.common.states import Machine
 from pagerelay.common.wire.messages import FinishReason, SamplingParams
 
@@ -22,6 +23,7 @@ class Sequence:
         "block_ids",
         "doomed",
         "first_index",
+        "holder",
         "in_step",
         "keys",
         "machine",
@@ -62,6 +64,8 @@ class Sequence:
         self.num_cached = 0
         """Tokens whose KV was found in this worker's prefix cache."""
         self.block_ids: list[int] = []
+        self.holder: Holder = "sequence"
+        """As what it holds its blocks: it computes with them, they are being fetched, or kept for a peer."""
         self.keys: list[bytes] = []
         """Prefix-cache keys of its full blocks, made as far as they were needed."""
         self.num_known_blocks = 0

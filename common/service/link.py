@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
+from msgspec.structs import replace
+
 from pagerelay.common.errors import WireError
 from pagerelay.common.wire.auth import CurveKeys
 from pagerelay.common.wire.codec import Decoder, encode
@@ -46,7 +48,7 @@ class LinkOwner(Protocol):
 
     def refused_for_good(self, endpoint: str, reason: str) -> None: ...
 
-    def message_dropped(self) -> None: ...
+    def message_dropped(self, kind: str, reason: str) -> None: ...
 
     def task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]: ...
 
@@ -63,6 +65,7 @@ class RouterLink:
         self._heartbeat_s = HELLO_INTERVAL_S
         self._dead_after_s = 5.0
         self._last_heard = clock()
+        self._epoch = 0
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -74,12 +77,12 @@ class RouterLink:
         try:
             await self._socket.send(encode(message))
         except PeerUnreachable:
-            self._owner.message_dropped()
+            self._owner.message_dropped(type(message).__name__, "unreachable")
 
     async def _beat(self) -> None:
         while True:
             if self.router_id is None:
-                await self.send(self._owner.hello())
+                await self.send(replace(self._owner.hello(), epoch=self._epoch))
             else:
                 await self.send(self._owner.heartbeat())
                 if self._clock() - self._last_heard > self._dead_after_s:
@@ -90,6 +93,7 @@ class RouterLink:
     def _lose(self) -> None:
         if self.router_id is not None:
             gone, self.router_id = self.router_id, None
+            self._epoch += 1
             self._owner.router_lost(gone)
 
     async def _receive(self) -> None:
@@ -98,7 +102,7 @@ class RouterLink:
             try:
                 message = _decode(frames[0])
             except WireError as error:
-                self._owner.message_dropped()
+                self._owner.message_dropped("unknown", "malformed")
                 log.warning("dropped a message of the router at %s: %s", self.endpoint, error)
                 continue
             self._last_heard = self._clock()

@@ -20,22 +20,26 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from pagerelay.common.config import Config
-from pagerelay.common.engine.core import EngineCore, Outbox
+from pagerelay.common.engine.core import Outbox
+from pagerelay.common.engine.leasing import Leasing, LeasingEngine
 from pagerelay.common.errors import PagerelayError
 from pagerelay.common.service.build import Parts
+from pagerelay.common.service.data_link import DataLink
 from pagerelay.common.service.link import RouterLink, monotonic
+from pagerelay.common.wire.account import Counters, Load
 from pagerelay.common.wire.auth import CurveKeys
 from pagerelay.common.wire.messages import (
     Abort,
-    Counters,
     Drain,
     Heartbeat,
     Hello,
-    Load,
+    KvHandle,
     Message,
+    Probe,
     Role,
     ToWorker,
 )
+from pagerelay.common.wire.roles import MAY_GET
 from pagerelay.common.wire.sockets import cancel_all
 
 log = logging.getLogger(__name__)
@@ -48,14 +52,16 @@ class Worker(ABC):
     """Shared life of a worker. Subclasses add their engine's verbs and their end of the data link."""
 
     role: Role
-    engine: EngineCore
+    engine: LeasingEngine
+    data: DataLink | None = None
+    """Where other workers fetch from this one, if they may."""
 
     def __init__(self, config: Config, keys: CurveKeys | None, parts: Parts) -> None:
         self.config = config
         self.parts = parts
         self.keys = keys
         self.incarnation = secrets.token_hex(8)
-        self.worker_id = f"{self.role}-{self.incarnation[:6]}"
+        self.worker_id = config.worker.name or f"{self.role}-{self.incarnation[:6]}"
         self.draining = False
         self.clock = monotonic
         self.exit_code = 0
@@ -66,30 +72,18 @@ class Worker(ABC):
         self._stopping = threading.Event()
         self._stopped = asyncio.Event()
         self._step_began: float | None = None
-        self._ledger_broken = False
+        self._ledger_due = False
+        """Something has come since the ledger was last recounted."""
         self._tasks: list[asyncio.Task[None]] = []
 
     # ------------------------------------------------------------------ subclasses
 
     @abstractmethod
-    async def start_data_link(self) -> None: ...
-
-    @abstractmethod
-    async def stop_data_link(self) -> None: ...
-
-    @abstractmethod
-    def submit(self, router_id: str, message: ToWorker) -> bool:
-        """Gives the engine its kind of job; false if the message is none."""
-
-    def data_endpoint(self) -> str:
-        """Where decode workers dial; nowhere by default."""
-        return ""
+    def submit(self, router_id: str, message: ToWorker) -> None:
+        """Gives the engine what is for workers of this role alone."""
 
     @abstractmethod
     def load(self) -> Load: ...
-
-    @abstractmethod
-    async def send_to_peer(self, peer: bytes, message: Message) -> None: ...
 
     def outgoing(self, message: Message) -> Message:
         """A last look at a message to a router, for durations: the engine has no clock."""
@@ -99,9 +93,56 @@ class Worker(ABC):
     def after_step(self) -> None:
         """Runs on the event loop after each step and verb."""
 
-    @abstractmethod
     def tick(self) -> None:
         """Runs a few times a second."""
+        self.engine.expire(self.clock())
+        self.counters.leases_expired = self.engine.expired
+        self.wake()  # freed blocks may let somebody in
+
+    # ------------------------------------------------------------------ the data link
+
+    def leasing(self) -> Leasing:
+        """How the engine gives leases. They are looked at once a tick, and a lease's time begins with such a
+        look: so it is shortened by two, and ends ``worker.lease_s`` after the last sign of life at the
+        latest."""
+        settings = self.config.worker
+        lease_s = max(settings.lease_s - 2 * TICK_S, settings.lease_s / 2)
+        return Leasing(self.incarnation, lease_s, self._handle, settings.checksums)
+
+    def _handle(self, lease: int, num_tokens: int) -> KvHandle:
+        assert self.data is not None  # noqa: S101 - leases are given by those alone that serve them
+        return KvHandle(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            lease=lease,
+            data_endpoint=self.data.endpoint,
+            pool=self.parts.backend.address(),
+            layout=self.parts.layout,
+            num_tokens=num_tokens,
+        )
+
+    def make_data_link(self, engine: LeasingEngine) -> DataLink:
+        return DataLink(
+            self.config.worker,
+            self.keys,
+            engine,
+            self.parts.backend,
+            clock=self.clock,
+            changed=self._data_changed,
+            on_dropped=self.message_dropped,
+        )
+
+    def _data_changed(self) -> None:
+        self.wake()
+        self.flush()
+
+    async def start_data_link(self) -> None:
+        if self.data is not None:
+            self.data.start(self.task)
+
+    async def stop_data_link(self) -> None:
+        if self.data is not None:
+            await self.data.stop()
 
     # ------------------------------------------------------------------ the life of the process
 
@@ -119,6 +160,7 @@ class Worker(ABC):
             await self.stop_data_link()
             raise
         self.engine.on_planned = self._flush_from_thread
+        self.engine.on_dropped = self.message_dropped
         thread = threading.Thread(target=self._step_forever, name="engine", daemon=True)
         thread.start()
         self._tasks = [self.task(self._send_forever()), self.task(self._tick_forever())]
@@ -245,7 +287,8 @@ class Worker(ABC):
         while True:
             outbox = await self._outgoing.get()
             for peer, message in outbox.to_peer:
-                await self.send_to_peer(peer, message)
+                if self.data is not None:
+                    await self.data.send(peer, message)
             for router_id, message in outbox.to_router:
                 for link in self._links:
                     if link.router_id == router_id:
@@ -260,14 +303,15 @@ class Worker(ABC):
             self._check_ledger()
 
     def _check_ledger(self) -> None:
-        """Conservation, recounted whenever nothing runs. A broken ledger is a fault of ours: said once, and
-        loudly."""
-        if not self._ledger_broken and self._idle():
-            try:
-                self.engine.check_idle()
-            except PagerelayError as error:
-                self._ledger_broken = True
-                log.critical("%s", error)
+        """Conservation, recounted whenever a worker that had something to do is idle again. A broken one is a
+        fault of ours: said loudly, and counted."""
+        try:
+            if self._ledger_due and self.engine.check_idle():
+                self._ledger_due = False
+        except PagerelayError as error:
+            self._ledger_due = False
+            self.counters.ledger_faults += 1
+            log.critical("%s", error)
 
     # ------------------------------------------------------------------ links' questions
 
@@ -282,7 +326,7 @@ class Worker(ABC):
             max_num_seqs=parts.limits.max_num_seqs,
             max_model_len=self.engine.max_model_len,
             eos_token_ids=parts.facts.eos_token_ids,
-            data_endpoint=self.data_endpoint(),
+            data_endpoint=self.data.refresh_endpoint() if self.data is not None else "",
             transport=parts.backend.name,
             ops=parts.runner.ops.name,
             pid=os.getpid(),
@@ -290,12 +334,17 @@ class Worker(ABC):
         )
 
     def received(self, router_id: str, message: ToWorker) -> None:
-        if isinstance(message, Abort):
+        if type(message) not in MAY_GET[self.role]:
+            self.message_dropped(type(message).__name__, "refused")
+        elif isinstance(message, Abort):
             self.engine.abort(message.request_id, message.attempt)
+        elif isinstance(message, Probe):
+            self.engine.probe(router_id, message.request_id, message.attempt, message.next_index)
         elif isinstance(message, Drain):
             self._stopped.set()
-        elif not self.submit(router_id, message):
-            self.message_dropped()
+        else:
+            self.submit(router_id, message)
+            self._ledger_due = True
         self.wake()
         self.flush()
 
@@ -317,5 +366,7 @@ class Worker(ABC):
         self.exit_code = 3
         self._stopped.set()
 
-    def message_dropped(self) -> None:
-        self.counters.dropped_messages += 1
+    def message_dropped(self, kind: str, reason: str) -> None:
+        """Counts a message that came to nothing. Both labels are from closed sets."""
+        key = f"{kind}/{reason}"
+        self.counters.dropped[key] = self.counters.dropped.get(key, 0) + 1

@@ -110,7 +110,7 @@ class CudaIpcBackend(DirectBackend):
         self._stream = 0
         self._staging = PinnedStaging(runtime)
         self.importers: set[bytes] = set()
-        """Links of the workers that have our pool open; written by the worker that serves them."""
+        """Links of the workers that have our pool open; written by the data link that serves them."""
 
     # ------------------------------------------------------------------ our own pool
 
@@ -256,7 +256,7 @@ class CudaIpcBackend(DirectBackend):
             if mapped.owner.gone:
                 mapped.closing = True
                 if not mapped.fetches:
-                    log.info("closing the pool of a prefill worker that has ended")
+                    log.info("closing the pool of a worker that has ended")
                     self._unmap(nonce)
 
     def _unmap(self, nonce: str) -> None:
@@ -307,7 +307,7 @@ class CudaIpcBackend(DirectBackend):
     @staticmethod
     def _check_alive(mapped: Mapped) -> None:
         if mapped.closing or mapped.owner.gone:
-            raise TransferError("the prefill worker has ended, or is about to")
+            raise TransferError("the peer has ended, or is about to")
 
     async def _until_written(self, mapped: Mapped, event: int) -> None:
         """A cancellation leaves at once: nothing has been queued yet."""

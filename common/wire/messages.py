@@ -3,29 +3,33 @@
 =================  ============================================================================
 link               messages
 =================  ============================================================================
-worker → router    Hello, Heartbeat, PrefillStarted, FirstToken, Tokens, Preempted, Failed, Goodbye
-router → worker    Welcome, Refused, Beat, Drain, PrefillJob, DecodeJob, Abort
+worker → router    Hello, Heartbeat, PrefillStarted, FirstToken, HandedOver, Tokens, Preempted, Suspended,
+                   Failed, Goodbye
+router → worker    Welcome, Refused, Beat, Drain, PrefillJob, DecodeJob, Suspend, Probe, Abort
 D → P              Fetch, Read, Renew, Release, Attach, Detached
 P → D              Ready, Blocks (+ one raw frame a block), Commit, Released, LeaseLost, Detach
 =================  ============================================================================
 
 Ids are made by the router and never by a client: ``request_id`` names one choice of one HTTP request,
 ``attempt`` counts its dispatches. News about an older attempt is dropped and counted by whoever receives it.
-Times on the wire are durations in seconds, never clock readings: no two hosts' clocks are ever compared.
+On the data link P stands for whoever gives a lease: a decode worker that hands its sequences over does so
+too. Times on the wire are durations in seconds, never clock readings: no two hosts' clocks are ever compared.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 
+from pagerelay.common.wire.account import Counters, Load
 from pagerelay.common.wire.pools import PoolAddress
 
 PROTOCOL = 2
 
 Role = Literal["prefill", "decode", "colocated"]
 FinishReason = Literal["stop", "length"]
+Count = Annotated[int, Meta(ge=0)]
 
 
 class Message(Struct, frozen=True, kw_only=True, gc=False, tag=True, array_like=False):
@@ -86,7 +90,7 @@ class Layout(Struct, frozen=True, kw_only=True):
 
 
 class KvHandle(Struct, frozen=True, kw_only=True):
-    """A lease on the KV of one prompt on a prefill worker; all a decode worker needs to fetch it."""
+    """A lease on the KV of one sequence on another worker; all a decode worker needs to fetch it."""
 
     worker_id: str
     incarnation: str
@@ -95,28 +99,8 @@ class KvHandle(Struct, frozen=True, kw_only=True):
     pool: PoolAddress
     layout: Layout
     num_tokens: int
-
-
-class BlockCounts(Struct, frozen=True, kw_only=True):
-    """The ledger: ``free + held + leased + cached == total`` always."""
-
-    total: int = 0
-    free: int = 0
-    held: int = 0
-    leased: int = 0
-    cached: int = 0
-
-
-class Load(Struct, frozen=True, kw_only=True):
-    """A worker's own account of itself, sent with each heartbeat; the worker is its only writer."""
-
-    blocks: BlockCounts = field(default_factory=BlockCounts)
-    waiting: int = 0
-    running: int = 0
-    outstanding_prefill_tokens: int = 0
-    busy_for_s: float = 0.0
-    """Seconds since the running engine step began; 0 between steps. A stuck engine shows here."""
-    draining: bool = False
+    ticket: str = ""
+    """Secret of the lease: who shows it was sent by the router."""
 
 
 class TokenDelta(Struct, frozen=True, kw_only=True, gc=False):
@@ -147,29 +131,9 @@ class Hello(Message, frozen=True):
     ops: str = ""
     pid: int = 0
     host: str = ""
-
-
-class Counters(Struct, kw_only=True):
-    """Totals since the worker started; the router turns them into Prometheus counters.
-
-    Written in place: the step figures by the engine's thread alone, all others by the event loop alone.
-    """
-
-    prompt_tokens_computed: int = 0
-    prompt_tokens_cached: int = 0
-    prompt_tokens_received: int = 0
-    tokens_generated: int = 0
-    steps: int = 0
-    step_seqs: int = 0
-    step_seconds: float = 0.0
-    leases_expired: int = 0
-    preemptions: int = 0
-    dropped_messages: int = 0
-    fetched_blocks: dict[str, int] = field(default_factory=dict)
-    """By transport in use."""
-    fetched_bytes: dict[str, int] = field(default_factory=dict)
-    fallbacks: int = 0
-    """Peers reached over tcp although automatic choice would have preferred shared memory or CUDA IPC."""
+    epoch: int = 0
+    """Grows when the worker drops what this router gave it: a Hello of the same epoch is a mere
+    repetition."""
 
 
 class Heartbeat(Message, frozen=True):
@@ -214,6 +178,14 @@ class HandedOver(Message, frozen=True):
 class Preempted(Message, frozen=True):
     request_id: str
     attempt: int
+
+
+class Suspended(Message, frozen=True):
+    """Answer to ``Suspend``: the KV of all tokens but the last one sent waits under this lease."""
+
+    request_id: str
+    attempt: int
+    handle: KvHandle
 
 
 class Failed(Message, frozen=True):
@@ -274,6 +246,22 @@ class DecodeJob(Message, frozen=True):
     """``None``: no prefill worker serves this request; compute the prompt here."""
 
 
+class Suspend(Message, frozen=True):
+    """Stop decoding this request and keep its KV under a lease, for another decode worker to go on with."""
+
+    request_id: str
+    attempt: int
+
+
+class Probe(Message, frozen=True):
+    """Nothing was heard of this request for a while: say again what the router may have missed, output tokens
+    from ``next_index`` on, or that the request is not here (``Failed(forgotten)``)."""
+
+    request_id: str
+    attempt: int
+    next_index: Count
+
+
 class Abort(Message, frozen=True):
     request_id: str
     attempt: int
@@ -288,8 +276,9 @@ class Fetch(Message, frozen=True):
     lease: int
     incarnation: str
     """Of the worker that gave the lease: another process at its address must not take it for its own."""
-    from_block: int
+    from_block: Count
     layout: Layout
+    ticket: str = ""
 
 
 class Read(Message, frozen=True):
@@ -300,7 +289,9 @@ class Read(Message, frozen=True):
 
 
 class Renew(Message, frozen=True):
-    leases: list[int]
+    """Lease → ticket of requests that wait for room on D."""
+
+    tickets: dict[int, str]
 
 
 class Release(Message, frozen=True):
@@ -309,6 +300,8 @@ class Release(Message, frozen=True):
 
     lease: int
     received: bool
+    corrupt: list[int] = field(default_factory=list)
+    """Blocks whose bytes were not those of their checksums."""
 
 
 class Attach(Message, frozen=True):
@@ -330,9 +323,11 @@ class Ready(Message, frozen=True):
     """
 
     lease: int
-    first: int
+    first: Count
     block_ids: list[int]
     written: int | None = None
+    sums: list[int] = field(default_factory=list)
+    """Their checksums, in the same order; empty if P makes none, as for a pool in GPU memory."""
 
 
 class Blocks(Message, frozen=True):
@@ -367,9 +362,18 @@ class Detach(Message, frozen=True):
 
 
 ToRouter = (
-    Hello | Heartbeat | PrefillStarted | FirstToken | Tokens | HandedOver | Preempted | Failed | Goodbye
+    Hello
+    | Heartbeat
+    | PrefillStarted
+    | FirstToken
+    | Tokens
+    | HandedOver
+    | Preempted
+    | Suspended
+    | Failed
+    | Goodbye
 )
-ToWorker = Welcome | Refused | Beat | Drain | PrefillJob | DecodeJob | Abort
+ToWorker = Welcome | Refused | Beat | Drain | PrefillJob | DecodeJob | Suspend | Probe | Abort
 ToPrefill = Fetch | Read | Renew | Release | Attach | Detached
 AboutLease = Ready | Blocks | Commit | Released | LeaseLost
 ToDecode = AboutLease | Detach

@@ -51,9 +51,11 @@ async def _send(socket: Any, frames: Sequence[Any], copy: bool) -> None:
 class ServerSocket:
     """Binds; knows its peers by the identity frame that each chose at random when it dialled."""
 
-    def __init__(self, keys: CurveKeys | None) -> None:
+    def __init__(self, keys: CurveKeys | None, max_frame_bytes: int = MAX_CONTROL_BYTES) -> None:
+        """A peer that sends a larger frame loses its connection before the frame is read."""
         self._context = zmq.asyncio.Context()
         self._keys = keys
+        self._max_frame_bytes = max_frame_bytes
         self._gate = Gatekeeper(self._context, keys) if keys is not None else None
         self._socket: Any = None
 
@@ -64,7 +66,7 @@ class ServerSocket:
         if self._gate is not None:
             self._gate.start()
         self._socket = self._context.socket(zmq.ROUTER)
-        _common(self._socket, MAX_CONTROL_BYTES)
+        _common(self._socket, self._max_frame_bytes)
         self._socket.router_mandatory = True
         # A peer that comes back under its identity replaces its old connection.
         self._socket.router_handover = True

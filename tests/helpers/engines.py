@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from pagerelay.common.engine.core import EngineCore, EngineLimits, Outbox
+from pagerelay.common.engine.leasing import Leasing
 from pagerelay.common.kv.pool import KvPool
 from pagerelay.common.model.batch import Batch
 from pagerelay.common.model.runner import ModelFacts
@@ -177,6 +178,12 @@ def handle_for(lease: int, num_tokens: int, pool: KvPool) -> KvHandle:
     )
 
 
+def leasing(pool: KvPool, lease_s: float, checksums: bool) -> Leasing:
+    return Leasing(
+        INCARNATION, lease_s, lambda lease, num_tokens: handle_for(lease, num_tokens, pool), checksums
+    )
+
+
 def prefill_engine(
     num_blocks: int = 16,
     *,
@@ -185,6 +192,7 @@ def prefill_engine(
     lease_s: float = 10.0,
     block_size: int = BLOCK,
     pool: KvPool | None = None,
+    checksums: bool = False,
     **limits: Any,
 ) -> PrefillEngine:
     kv = pool or make_pool(num_blocks, block_size, facts)
@@ -193,9 +201,7 @@ def prefill_engine(
         facts,
         kv,
         make_limits(block_size=block_size, **limits),
-        incarnation=INCARNATION,
-        lease_s=lease_s,
-        handle=lambda lease, num_tokens: handle_for(lease, num_tokens, kv),
+        leasing(kv, lease_s, checksums),
     )
 
 
@@ -206,10 +212,17 @@ def decode_engine(
     facts: ModelFacts = FACTS,
     block_size: int = BLOCK,
     pool: KvPool | None = None,
+    checksums: bool = False,
     **limits: Any,
 ) -> DecodeEngine:
     kv = pool or make_pool(num_blocks, block_size, facts)
-    return DecodeEngine(runner or FakeRunner(), facts, kv, make_limits(block_size=block_size, **limits))
+    return DecodeEngine(
+        runner or FakeRunner(),
+        facts,
+        kv,
+        make_limits(block_size=block_size, **limits),
+        leasing(kv, 10.0, checksums),
+    )
 
 
 def greedy(max_tokens: int = 8, **params: Any) -> SamplingParams:
@@ -262,7 +275,7 @@ def run_dry(engine: EngineCore, most: int = 500) -> Outbox:
     sent = Outbox()
     for _ in range(most):
         worked = engine.step()
-        engine.blocks.check()
+        engine.check_ledger()
         outbox = engine.take_outbox()
         sent.to_router += outbox.to_router
         sent.to_peer += outbox.to_peer

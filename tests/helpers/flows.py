@@ -21,6 +21,7 @@ from pagerelay.common.wire.messages import (
     PrefillJob,
     PrefillStarted,
     SamplingParams,
+    Suspended,
     TokenDelta,
     Tokens,
 )
@@ -119,6 +120,7 @@ class House:
         queue_timeout_s: float = 5.0,
         stall_timeout_s: float = 5.0,
         rejoin_wait_s: float = 0.0,
+        probe_s: float = 5.0,
     ) -> Driven:
         flow = RequestFlow(
             request_id="r",
@@ -128,10 +130,19 @@ class House:
             links=self.links,  # type: ignore[arg-type]
             policy=LeastLoad(),
             metrics=self.metrics,
-            settings=FlowSettings(queue_timeout_s, stall_timeout_s, max_recoveries, rejoin_wait_s),
+            settings=FlowSettings(queue_timeout_s, stall_timeout_s, max_recoveries, rejoin_wait_s, probe_s),
             clock=self.clock,
         )
         return Driven(self, flow, prompt, sampling)
+
+    def dropped(self, reason: str) -> float:
+        """Messages dropped for this reason, of whatever kind."""
+        return sum(
+            sample.value
+            for metric in self.metrics.dropped.collect()
+            for sample in metric.samples
+            if sample.name.endswith("_total") and sample.labels["reason"] == reason
+        )
 
     def count(self, metric: str, **labels: str) -> float:
         return self.metrics.collector.get_sample_value(f"pagerelay_{metric}_total", labels) or 0.0
@@ -210,6 +221,15 @@ class Driven:
                 code=code,
                 message=f"it is {code}",
                 retryable=retryable,
+            )
+        )
+
+    def suspended(self, num_tokens: int, attempt: int | None = None) -> None:
+        self.news(
+            Suspended(
+                request_id="r",
+                attempt=self.flow.attempt if attempt is None else attempt,
+                handle=self.handle(num_tokens),
             )
         )
 

@@ -282,6 +282,7 @@ class Hands:
                 incarnation=intake.handle.incarnation,
                 from_block=intake.from_block,
                 layout=self.d.pool.layout,
+                ticket=intake.handle.ticket,
             )
             self.flight.append((self._at_prefill, fetch))
 
@@ -298,8 +299,8 @@ class Hands:
             self.deliver()
 
     def check(self) -> None:
-        self.p.blocks.check()
-        self.d.blocks.check()
+        self.p.check_ledger()
+        self.d.check_ledger()
 
     def step(self) -> bool:
         """Both engines compute one step, then all that follows is delivered."""

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import torch
-from engines import FACTS, VOCAB, FakeRunner, assert_idle, greedy, make_limits
+from engines import FACTS, VOCAB, FakeRunner, answer, assert_idle, greedy, make_limits
 from fake_cuda import FakeCuda
 from flows import registry
 
@@ -36,8 +36,11 @@ class BreakingRunner(FakeRunner):
     def __init__(self) -> None:
         super().__init__()
         self.failures = 0
+        self.step_s = 0.0
+        """A real model's steps take time; with none here nothing else could happen meanwhile."""
 
     def run(self, batch: Any, pool: Any) -> Any:
+        time.sleep(self.step_s)
         if self.failures:
             self.failures -= 1
             raise RuntimeError("broken")
@@ -65,14 +68,20 @@ class House:
         self.keys = keys
         self.registry = registry(time.monotonic)  # type: ignore[arg-type]
         self.metrics = RouterMetrics(self.registry)
-        self.links = WorkerLinks(self.registry, keys, self.metrics.dropped_messages.inc, time.monotonic)
+        self.links = WorkerLinks(self.registry, keys, self.metrics.drop, time.monotonic)
         self.port = self.links.bind("127.0.0.1", 0)
         self.receiving = asyncio.create_task(self.links.receive_forever())
         self.workers: dict[str, tuple[Worker, BreakingRunner, asyncio.Task[int]]] = {}
         self.count = 0
 
     async def start(
-        self, kind: type[Worker], transport: Any = "auto", cuda: FakeCuda | None = None, **kw: Any
+        self,
+        kind: type[Worker],
+        transport: Any = "auto",
+        cuda: FakeCuda | None = None,
+        *,
+        drain: Any = "finish",
+        **kw: Any,
     ) -> str:
         """Starts a worker, on that GPU if one is given, and waits until the router knows it. Returns its
         id."""
@@ -91,7 +100,9 @@ class House:
             worker=WorkerConfig(
                 routers=(f"tcp://127.0.0.1:{self.port}",),
                 transport=transport,
+                drain=drain,
                 drain_s=5.0,
+                lease_s=3.0,
                 tcp_window_blocks=4,
             )
         )
@@ -106,7 +117,9 @@ class House:
             while not condition():
                 await asyncio.sleep(0.005)
 
-    def flow(self, prompt: list[int], max_tokens: int = 20) -> RequestFlow:
+    def flow(
+        self, prompt: list[int], max_tokens: int = 20, probe_s: float = 2.0, max_recoveries: int = 2
+    ) -> RequestFlow:
         self.count += 1
         return RequestFlow(
             request_id=f"r{self.count}",
@@ -116,7 +129,12 @@ class House:
             links=self.links,
             policy=LeastLoad(),
             metrics=self.metrics,
-            settings=FlowSettings(queue_timeout_s=8.0, stall_timeout_s=8.0, max_recoveries=2),
+            settings=FlowSettings(
+                queue_timeout_s=8.0,
+                stall_timeout_s=8.0,
+                max_recoveries=max_recoveries,
+                probe_s=probe_s,
+            ),
             clock=time.monotonic,
         )
 
@@ -124,12 +142,37 @@ class House:
         """A flow that has run to its end and is closed."""
         flow = self.flow(prompt, max_tokens)
         await flow.start()
-        reason = None
         async with asyncio.timeout(8):
-            while reason is None:
-                _, reason = await flow.next()
-        await flow.close()
+            await self.finish(flow)
         return flow
+
+    async def finish(self, flow: RequestFlow) -> None:
+        reason = None
+        while reason is None:
+            _, reason = await flow.next()
+        await flow.close()
+
+    async def decoding(self, worker_id: str) -> list[RequestFlow]:
+        """Four requests that this one decode worker is in the middle of, slowly from now on."""
+        self.workers[worker_id][1].step_s = 0.05
+        flows = [self.flow([n + 1, *PROMPT], 34) for n in range(4)]
+        for flow in flows:
+            await flow.start()
+            async with asyncio.timeout(30):
+                while len(flow.emitted) < 3 or flow.state != "DECODING":
+                    await flow.next()
+        return flows
+
+    async def hand_over(self, worker_id: str, flows: list[RequestFlow]) -> None:
+        """Drains that worker: each of its requests goes to another one and ends there as if undisturbed."""
+        async with asyncio.timeout(30):
+            code, *_ = await asyncio.gather(self.stop(worker_id), *(self.finish(flow) for flow in flows))
+        assert code == 0
+        for flow in flows:
+            assert flow.emitted == answer(flow._prompt, 34)
+            assert flow.recoveries == 0
+        moved = self.metrics.collector.get_sample_value("pagerelay_moved_requests_total")
+        assert moved == len(flows)
 
     async def idle(self) -> None:
         for worker, _, _ in self.workers.values():

@@ -269,3 +269,8 @@ async def test_ready_live_and_cluster(split: Cluster) -> None:
         assert worker["state"] == "ready"
         blocks = worker["load"]["blocks"]
         assert blocks["free"] + blocks["held"] + blocks["leased"] + blocks["cached"] == blocks["total"]
+        assert blocks["by_sequence"] == blocks["by_fetch"] == blocks["by_lease"] == 0
+        assert await split.metric("pagerelay_block_holders", worker=worker["id"], kind="prefix") == float(
+            blocks["by_prefix"]
+        )
+    assert await split.metric("pagerelay_ledger_faults_total") == 0

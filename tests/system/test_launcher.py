@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import os
 import signal
@@ -13,9 +15,14 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster import running
+
+from pagerelay.cli import local
+from pagerelay.cli.local import Child, LocalCluster
+from pagerelay.common.config import load_config
 
 COMMAND = [sys.executable, "-m", "pagerelay.cli"]
 
@@ -156,6 +163,59 @@ def test_nothing_outlives_the_launcher(tiny_dir: Path, number: signal.Signals) -
         process.wait(40)
         assert_gone(children, 5)
     assert segments() == before, "a KV pool was left in memory"
+
+
+async def test_with_keys_only_who_shows_one_is_served(tiny_dir: Path) -> None:
+    settings = {"cluster__prefill": 0, "cluster__decode": 0, "cluster__colocated": 1}
+    with running(tiny_dir, router__api_keys="a-key-of-ours,another-key", **settings) as cluster:
+        assert (await cluster.get("/readyz"))["status"] == "ready"
+        assert (await cluster.get("/v1/models"))["error"]["code"] == "invalid_api_key"
+        headers = {"Authorization": "Bearer another-key", "Content-Type": "application/json"}
+        body = json.dumps({"prompt": "a", "max_tokens": 2}).encode()
+        request = urllib.request.Request(cluster.url + "/generate", body, headers)
+        with await asyncio.to_thread(urllib.request.urlopen, request) as response:
+            assert response.status == 200
+
+
+def test_a_worker_that_cannot_stay_is_started_again_ever_more_slowly(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process is of no matter here: what counts is when a new one is started."""
+    launcher = LocalCluster(load_config(None, {}, {}), quiet=True)
+    started: list[float] = []
+    now = 100.0
+    monkeypatch.setattr(local.time, "monotonic", lambda: now)
+
+    class Ended:
+        def poll(self) -> int:
+            return 1
+
+    def popen(arguments: list[str]) -> tuple[Any, int]:
+        started.append(now)
+        return Ended(), os.open(os.devnull, os.O_RDONLY)
+
+    process, events = popen([])
+    child = Child("decode-1", [], process, events)
+    launcher.children.append(child)
+    launcher._popen = popen  # type: ignore[method-assign]
+    launcher._selector.close()
+    launcher._selector = FakeSelector()  # type: ignore[assignment]
+    for _ in range(600):
+        child.ready = {}
+        assert launcher.revive_dead()
+        now += 0.1
+    waits = [round(later - earlier) for earlier, later in itertools.pairwise(started)]
+    assert waits == [0, 1, 2, 4, 8], "and then it is left alone"
+    os.close(child.events)
+    launcher._folder.cleanup()
+
+
+class FakeSelector:
+    def get_map(self) -> dict[int, None]:
+        return {}
+
+    def register(self, *_: object) -> None:
+        pass
 
 
 def test_a_worker_that_dies_is_started_again(tiny_dir: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from pagerelay.common.errors import PagerelayError
-from pagerelay.common.kv.blocks import BlockPool, PrefixCache
+from pagerelay.common.kv.blocks import HOLDERS, BlockPool, PrefixCache
 
 
 def key(name: str) -> bytes:
@@ -137,13 +137,13 @@ def test_a_shared_block_is_given_back_by_its_last_holder() -> None:
 def test_a_block_that_is_held_and_leased_counts_as_held() -> None:
     pool = BlockPool(3)
     ids = pool.take(1)
-    pool.share(ids, "leased")
+    pool.share(ids, "lease")
     assert counts(pool) == (2, 1, 0, 0)
     pool.drop(ids)
     assert counts(pool) == (2, 0, 1, 0)
     pool.share(ids)
     assert counts(pool) == (2, 1, 0, 0)
-    pool.drop(ids, "leased")
+    pool.drop(ids, "lease")
     pool.drop(ids)
     assert counts(pool) == (3, 0, 0, 0)
 
@@ -152,9 +152,9 @@ def test_moving_hands_a_share_on_without_setting_the_block_free() -> None:
     pool = cached_pool(4, "a")
     pool.share([0])
     ids = [0, *pool.take(1)]
-    pool.move(ids, "held", "leased")
+    pool.move(ids, "sequence", "lease")
     assert counts(pool) == (2, 0, 2, 0)
-    pool.drop(ids, "leased")
+    pool.drop(ids, "lease")
     assert counts(pool) == (3, 0, 0, 1)
 
 
@@ -163,17 +163,17 @@ def test_a_second_drop_raises(cache: PrefixCache | None) -> None:
     pool = BlockPool(2, cache)
     ids = pool.take(1)
     pool.drop(ids)
-    with pytest.raises(PagerelayError, match=r"block 0 is dropped by a holder \(held\)"):
+    with pytest.raises(PagerelayError, match=r"block 0 is dropped by a holder \(sequence\)"):
         pool.drop(ids)
     assert counts(pool) == (2, 0, 0, 0)
 
 
 def test_dropping_the_wrong_kind_of_share_raises() -> None:
     pool = BlockPool(2)
-    ids = pool.take(1, "leased")
-    with pytest.raises(PagerelayError, match=r"\(held\)"):
+    ids = pool.take(1, "lease")
+    with pytest.raises(PagerelayError, match=r"\(sequence\)"):
         pool.drop(ids)
-    pool.drop(ids, "leased")
+    pool.drop(ids, "lease")
     assert counts(pool) == (2, 0, 0, 0)
 
 
@@ -183,6 +183,46 @@ def test_a_broken_ledger_is_found_out() -> None:
     pool._num_held = 0
     with pytest.raises(PagerelayError, match="block ledger broken: recounted held 1"):
         pool.check()
+
+
+def test_a_block_that_nobody_knows_to_hold_is_found_out() -> None:
+    pool = BlockPool(4)
+    ids = pool.take(3)
+    pool.share(ids[:1])
+    pool.check_holders([("sequence", ids), ("sequence", ids[:1])])
+    with pytest.raises(PagerelayError, match=r"1 blocks are not held .*block 0 by 1, booked 2"):
+        pool.check_holders([("sequence", ids)])
+    pool.move(ids[1:], "sequence", "lease")
+    with pytest.raises(PagerelayError, match=r"holders \(lease\) say, block 1 by 0, booked 1"):
+        pool.check_holders([("sequence", ids[:1]), ("sequence", ids[:1])])
+
+
+def test_kinds_of_holders_are_counted_apart() -> None:
+    pool = cached_pool(4, "a")
+    pool.share([0], "lease")
+    pool.share([0])
+    fetched = pool.take(2, "fetch")
+    c = pool.counts()
+    assert (c.by_sequence, c.by_fetch, c.by_lease, c.by_prefix) == (1, 2, 1, 1)
+    assert counts(pool) == (1, 3, 0, 0)
+    pool.move(fetched, "fetch", "sequence")
+    pool.drop([0])
+    c = pool.counts()
+    assert (c.by_sequence, c.by_fetch, c.by_lease, c.by_prefix) == (2, 0, 1, 1)
+    assert counts(pool) == (1, 2, 1, 0)
+
+
+def test_a_block_whose_bytes_are_wrong_is_forgotten() -> None:
+    pool = cached_pool(4, "abc")
+    assert pool.cache is not None
+    pool.share([1])
+    pool.forget(0)  # nobody holds it: free at once
+    pool.forget(1)  # free when its holder has gone
+    pool.forget(3)  # never known
+    assert counts(pool) == (2, 1, 0, 1)
+    pool.drop([1])
+    assert counts(pool) == (3, 0, 0, 1)
+    assert pool.cache.match([key("a")]) == pool.cache.match([key("b")]) == []
 
 
 # ------------------------------------------------------------------ any order of anything
@@ -200,7 +240,7 @@ class Ledger(RuleBasedStateMachine):
         self.holders: dict[int, list[str]] = {block: [] for block in range(num_blocks)}
         self.keys: dict[bytes, int] = {}
 
-    @rule(target=shares, count=st.integers(1, 4), holder=st.sampled_from(["held", "leased"]))
+    @rule(target=shares, count=st.integers(1, 4), holder=st.sampled_from(HOLDERS))
     def take(self, count: int, holder: Any) -> Any:
         if count > self.pool.available:
             with pytest.raises(PagerelayError):
@@ -214,7 +254,7 @@ class Ledger(RuleBasedStateMachine):
             self.keys = {name: known for name, known in self.keys.items() if known != block}
         return (ids, holder)
 
-    @rule(target=shares, share=shares, holder=st.sampled_from(["held", "leased"]))
+    @rule(target=shares, share=shares, holder=st.sampled_from(HOLDERS))
     def share(self, share: Any, holder: Any) -> Any:
         ids = [block for block in share[0] if self.holders[block]]
         self.pool.share(ids, holder)
@@ -225,13 +265,13 @@ class Ledger(RuleBasedStateMachine):
     @rule(target=shares, number=st.integers(0, 5))
     def hit(self, number: int) -> Any:
         if self.cache is None:
-            return ([], "held")
+            return ([], "sequence")
         ids = self.cache.match([bytes([number])])
         assert ids == ([self.keys[bytes([number])]] if bytes([number]) in self.keys else [])
         self.pool.share(ids)
         for block in ids:
-            self.holders[block].append("held")
-        return (ids, "held")
+            self.holders[block].append("sequence")
+        return (ids, "sequence")
 
     @rule(share=consumes(shares))
     def drop(self, share: Any) -> None:
@@ -240,10 +280,9 @@ class Ledger(RuleBasedStateMachine):
         for block in ids:
             self.holders[block].remove(holder)
 
-    @rule(target=shares, share=consumes(shares))
-    def move(self, share: Any) -> Any:
+    @rule(target=shares, share=consumes(shares), other=st.sampled_from(HOLDERS))
+    def move(self, share: Any, other: Any) -> Any:
         ids, holder = share
-        other: Any = "leased" if holder == "held" else "held"
         self.pool.move(ids, holder, other)
         for block in ids:
             self.holders[block].remove(holder)
@@ -262,11 +301,22 @@ class Ledger(RuleBasedStateMachine):
     def conserved(self) -> None:
         if not hasattr(self, "pool"):
             return
-        held = sum("held" in who for who in self.holders.values())
-        leased = sum(who != [] and "held" not in who for who in self.holders.values())
+        held = sum("sequence" in who or "fetch" in who for who in self.holders.values())
+        leased = sum({*who} == {"lease"} for who in self.holders.values())
         cached = sum(not self.holders[block] for block in self.keys.values())
         assert counts(self.pool) == (self.pool.total - held - leased - cached, held, leased, cached)
         assert self.pool.available == self.pool.total - held - leased
+        c = self.pool.counts()
+        kinds = [sum(kind in who for who in self.holders.values()) for kind in HOLDERS]
+        assert [c.by_sequence, c.by_fetch, c.by_lease, c.by_prefix] == [*kinds, len(self.keys)]
+        self.pool.check_holders((kind, [block]) for block, who in self.holders.items() for kind in who)
+
+    @rule(number=st.integers(0, 5))
+    def forget(self, number: int) -> None:
+        """The bytes of a cached block proved wrong."""
+        block = self.keys.pop(bytes([number]), None)
+        if block is not None:
+            self.pool.forget(block)
 
 
 TestLedger = Ledger.TestCase

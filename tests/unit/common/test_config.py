@@ -213,3 +213,42 @@ def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.delenv("PAGERELAY_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_dir() == tmp_path / ".cache" / "pagerelay"
+
+
+# ---------------------------------------------------------------- keys of clients
+
+
+def test_client_keys_come_from_the_environment_and_a_file_and_are_never_shown(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\nkey-in-a-file\n\n  another-key  \n")
+    config = load_config(
+        None,
+        {"router.api_keys_file": str(file)},
+        {"PAGERELAY_ROUTER_API_KEYS": "key-of-environment, 12345678"},
+    )
+    keys = ("key-of-environment", "12345678", "key-in-a-file", "another-key")
+    assert config.client_keys() == keys
+    assert not any(key in str(config.masked()) for key in keys)
+    assert Config().client_keys() == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("# nothing\n", "holds no key"),
+        ("short\n", "at least 8"),
+        ("with a blank\n", "no blanks"),
+        (None, "No such"),
+    ],
+)
+def test_a_file_of_keys_that_cannot_be_used(tmp_path: Path, text: str | None, said: str) -> None:
+    file = tmp_path / "keys"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        load_config(None, {"router.api_keys_file": str(file)}, {}).client_keys()
+
+
+def test_a_workers_name_is_one_word() -> None:
+    assert load_config(None, {"worker.name": "0042"}, {}).worker.name == "0042"
+    assert "worker.name" in refused(None, {"worker.name": "two words"})

@@ -10,8 +10,10 @@ from engines import handle_for, make_pool
 
 from pagerelay.common.errors import WireError
 from pagerelay.common.wire import messages as m
+from pagerelay.common.wire.account import BlockCounts, Counters, Load
 from pagerelay.common.wire.codec import MAX_CONTROL_BYTES, Decoder, encode
 from pagerelay.common.wire.pools import CudaExport, PoolAddress
+from pagerelay.common.wire.roles import MAY_GET, MAY_SEND
 
 LAYOUT = make_pool(1).layout
 HANDLE = handle_for(3, 5, make_pool(1))
@@ -51,10 +53,8 @@ JOB: dict[str, Any] = {
     "sampling": SAMPLING,
     "first_index": 1,
 }
-COUNTERS = m.Counters(
-    tokens_generated=3, step_seconds=0.5, fetched_blocks={"shm": 2}, fetched_bytes={"tcp": 9}
-)
-LOAD = m.Load(blocks=m.BlockCounts(total=4, free=1, held=1, leased=1, cached=1), waiting=2, draining=True)
+COUNTERS = Counters(tokens_generated=3, step_seconds=0.5, fetched_blocks={"shm": 2}, fetched_bytes={"tcp": 9})
+LOAD = Load(blocks=BlockCounts(total=4, free=1, held=1, leased=1, cached=1), waiting=2, draining=True)
 
 LINKS: list[tuple[str, Any, list[m.Message]]] = [
     (
@@ -80,6 +80,7 @@ LINKS: list[tuple[str, Any, list[m.Message]]] = [
                 request_id="r", attempt=1, first=DELTA, transport="shm", handover_s=0.1, num_bytes=2**40
             ),
             m.Preempted(request_id="r", attempt=1),
+            m.Suspended(request_id="r", attempt=1, handle=HANDLE),
             m.Failed(request_id="r", attempt=1, code="c", message="é", retryable=True),
             m.Goodbye(),
         ],
@@ -94,6 +95,8 @@ LINKS: list[tuple[str, Any, list[m.Message]]] = [
             m.Drain(),
             m.PrefillJob(**JOB),
             m.DecodeJob(**JOB, handle=msgspec.structs.replace(HANDLE, pool=ON_GPU)),
+            m.Suspend(request_id="r", attempt=1),
+            m.Probe(request_id="r", attempt=1, next_index=3),
             m.Abort(request_id="r", attempt=1),
         ],
     ),
@@ -103,8 +106,8 @@ LINKS: list[tuple[str, Any, list[m.Message]]] = [
         [
             m.Fetch(lease=1, incarnation="i", from_block=2, layout=LAYOUT),
             m.Read(lease=1, block_ids=[1, 2]),
-            m.Renew(leases=[1, 2]),
-            m.Release(lease=1, received=True),
+            m.Renew(tickets={1: "a", 2: "b"}),
+            m.Release(lease=1, received=False, corrupt=[3]),
             m.Attach(),
             m.Detached(),
         ],
@@ -113,7 +116,7 @@ LINKS: list[tuple[str, Any, list[m.Message]]] = [
         "to a decode worker",
         m.ToDecode,
         [
-            m.Ready(lease=1, first=0, block_ids=[3], written=2),
+            m.Ready(lease=1, first=0, block_ids=[3], written=2, sums=[2**64 - 1]),
             m.Blocks(lease=1, block_ids=[3]),
             m.Commit(lease=1, num_tokens=5, first_token=6),
             m.Released(lease=1, ok=False),
@@ -213,8 +216,20 @@ def test_rubbish_is_refused(frame: bytes) -> None:
 
 
 def test_a_frame_over_the_limit_is_refused_before_it_is_read() -> None:
-    with pytest.raises(WireError, match=f"control frame of {MAX_CONTROL_BYTES + 1} bytes is over the limit"):
+    with pytest.raises(WireError, match=f"a frame of {MAX_CONTROL_BYTES + 1} bytes is over the limit"):
         Decoder[Any](m.ToWorker)(bytes(MAX_CONTROL_BYTES + 1))
+    with pytest.raises(WireError, match="a frame of 11 bytes is over the limit of 10"):
+        Decoder[Any](m.ToPrefill, 10)(bytes(11))
+
+
+@pytest.mark.parametrize("role", get_args(m.Role))
+def test_every_message_of_the_control_link_has_its_roles(role: m.Role) -> None:
+    """What a role may send or get is of the right link, and nothing is left that nobody may."""
+    assert MAY_SEND[role] < set(get_args(m.ToRouter))
+    assert MAY_GET[role] < set(get_args(m.ToWorker))
+    assert set().union(*MAY_SEND.values()) == set(get_args(m.ToRouter))
+    # The router's own answers to a Hello are the link's business, whatever the role.
+    assert set().union(*MAY_GET.values()) | {m.Welcome, m.Refused, m.Beat} == set(get_args(m.ToWorker))
 
 
 def test_a_job_of_the_longest_context_stays_below_the_limit() -> None:

@@ -279,3 +279,18 @@ def test_what_no_other_machine_can_reach(host: str, loopback: bool) -> None:
 def test_our_own_address_towards_somebody() -> None:
     assert address.address_towards("tcp://127.0.0.1:5555") == "127.0.0.1"
     assert address.address_towards("tcp://nowhere.invalid:1") is None
+
+
+async def test_a_frame_over_the_limit_costs_its_sender_the_connection(dial: Dial) -> None:
+    """And nobody else anything: it is not even read."""
+    server = ServerSocket(None, max_frame_bytes=1000)
+    try:
+        port = server.bind("127.0.0.1", 0, "worker.data_host")
+        greedy, modest = dial(port, None, b"greedy"), dial(port, None, b"modest")
+        await greedy.send(bytes(100_000))
+        await modest.send(bytes(1000))
+        assert await receive(server) == (b"modest", [bytes(1000)])
+        with pytest.raises(TimeoutError):
+            await receive(server, 0.1)
+    finally:
+        server.close()

@@ -46,7 +46,7 @@ def test_a_table_is_closed_and_every_state_reaches_an_end(table: Table) -> None:
     [
         (ROUTER, {"FINISHED", "FAILED", "ABORTED"}),
         (PREFILL, {"RELEASED", "EXPIRED", "ABORTED"}),
-        (DECODE, {"FINISHED", "PREEMPTED", "FETCH_FAILED", "ABORTED"}),
+        (DECODE, {"FINISHED", "PREEMPTED", "FETCH_FAILED", "ABORTED", "RELEASED", "EXPIRED"}),
     ],
 )
 def test_ends(table: Table, ends: set[str]) -> None:

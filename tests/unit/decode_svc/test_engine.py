@@ -23,7 +23,18 @@ from engines import (
     sent_to_router,
 )
 
-from pagerelay.common.wire.messages import Failed, HandedOver, Preempted, SamplingParams, TokenDelta, Tokens
+from pagerelay.common.wire.messages import (
+    Commit,
+    Failed,
+    Fetch,
+    HandedOver,
+    Preempted,
+    Ready,
+    SamplingParams,
+    Suspended,
+    TokenDelta,
+    Tokens,
+)
 from pagerelay.decode_svc.engine import DecodeEngine, Intake
 
 PROMPT = list(range(1, 11))
@@ -130,7 +141,7 @@ def test_without_a_handle_the_prompt_is_computed_here() -> None:
         num_bytes=0,
         num_computed_tokens=10,
     )
-    assert tokens_of(sent) == expected
+    assert tokens_of(sent) == expected[1:], "the first one came with HandedOver"
     assert engine.num_prompt_tokens_computed == 10
     assert_idle(engine)
 
@@ -220,10 +231,9 @@ def test_a_local_answer_of_one_token() -> None:
     submit(engine, sampling=greedy(1), lease=None)
     sent = [message for _, message in run_dry(engine).to_router]
     delta = TokenDelta(request_id="r", attempt=1, index=0, token=next_token(PROMPT), finish_reason="length")
-    handed, tokens = sent
+    (handed,) = sent
     assert isinstance(handed, HandedOver)
     assert (handed.first, handed.num_computed_tokens) == (delta, 10)
-    assert tokens == Tokens(deltas=[delta])
     assert_idle(engine)
 
 
@@ -552,3 +562,110 @@ def test_a_preemption_alone_is_news() -> None:
     engine.on_planned = lambda: told.extend(preempted(engine))
     assert not engine.step()
     assert told == ["young"]
+
+
+# ------------------------------------------------------------------ handing a running sequence over
+
+
+def take_over(source: DecodeEngine, target: DecodeEngine, suspended: Suspended, tokens: list[int]) -> None:
+    """What the router and the target's worker do: the job, the fetch block by block, the confirmation."""
+    handle = suspended.handle
+    job = decode_job("r", tokens, greedy(12), attempt=2, first_index=len(tokens) - len(PROMPT), handle=handle)
+    target.submit("router", job)
+    (intake,) = target.admit()
+    fetch = Fetch(
+        lease=handle.lease,
+        incarnation=handle.incarnation,
+        from_block=intake.from_block,
+        layout=target.pool.layout,
+        ticket=handle.ticket,
+    )
+    source.fetch(b"target", fetch, 0.0)
+    ready, commit = (message for _, message in source.take_outbox().to_peer)
+    assert isinstance(ready, Ready)
+    assert isinstance(commit, Commit)
+    assert commit.num_tokens == intake.seq.num_given == handle.num_tokens
+    for index, block in enumerate(ready.block_ids, ready.first):
+        target.pool.blocks[intake.seq.block_ids[index]] = source.pool.blocks[block]
+    source.release(b"target", handle.lease, received=True)
+    target.fetched(intake.seq, commit.first_token, "hand", 0, 0.0)
+    target.fetch_ended(intake.seq)
+
+
+@pytest.mark.parametrize("num_steps", range(7))
+def test_a_running_sequence_goes_on_elsewhere_at_the_next_token(num_steps: int) -> None:
+    source, target = decode_engine(), decode_engine()
+    running(source, sampling=greedy(12))
+    for _ in range(num_steps):
+        source.step()
+    source.take_outbox()
+    expected = answer(PROMPT, 12)
+    source.suspend("r", 1)
+    (suspended,) = sent_to_router(source)
+    assert isinstance(suspended, Suspended)
+    assert suspended.handle.num_tokens == len(PROMPT) + num_steps
+    counts = source.counts()
+    assert (counts.held, counts.by_lease) == (0, -(-(len(PROMPT) + num_steps) // BLOCK))
+    assert not source.step()
+    take_over(source, target, suspended, PROMPT + expected[:num_steps])
+    assert_idle(source)
+    sent = [message for _, message in run_dry(target).to_router]
+    assert isinstance(sent[0], HandedOver)
+    assert (sent[0].first.index, sent[0].first.token) == (num_steps, expected[num_steps])
+    assert tokens_of(sent) == expected[num_steps + 1 :]
+    assert_idle(target)
+
+
+def test_suspending_within_a_step_waits_for_its_token() -> None:
+    runner = HeldRunner()
+    engine = decode_engine(runner=runner)
+    running(engine)
+    with RunningStep(engine, runner):
+        engine.suspend("r", 1)
+        assert sent_to_router(engine) == []
+    tokens, suspended = sent_to_router(engine)
+    assert [delta.index for delta in tokens.deltas] == [1]
+    assert suspended.handle.num_tokens == len(PROMPT) + 1
+    engine.abort("r", 2)
+    assert_idle(engine)
+
+
+def test_suspending_what_cannot_be_suspended() -> None:
+    engine = decode_engine(max_batch_tokens=4)
+    engine.suspend("nobody", 1)
+    intake = fetching(engine)
+    submit(engine, "local", [7] * 10, lease=None, order=2)
+    engine.step()
+    for request_id, attempt in (("r", 1), ("local", 1), ("r", 2)):
+        engine.suspend(request_id, attempt)  # still fetched, its prompt computed, another attempt
+    assert sent_to_router(engine) == []
+    hand_over(engine, intake)
+    assert len(tokens_of([message for _, message in run_dry(engine).to_router])) > 0
+    assert_idle(engine)
+
+
+def test_what_nobody_comes_for_is_given_up_and_the_router_hears_of_it() -> None:
+    engine = decode_engine()
+    running(engine)
+    engine.suspend("r", 1)
+    first = sent_to_router(engine)
+    engine.suspend("r", 1)
+    engine.probe("router", "r", 1, 1)
+    assert sent_to_router(engine) == [*first, *first], "asked again, it says so again"
+    engine.expire(5.0)
+    engine.expire(16.0)
+    (failed,) = sent_to_router(engine)
+    assert (failed.code, failed.retryable) == ("lease_expired", True)
+    assert_idle(engine)
+
+
+def test_a_probe_is_told_the_tokens_from_the_one_that_is_due() -> None:
+    engine = decode_engine()
+    running(engine, sampling=greedy(8))
+    for _ in range(4):
+        engine.step()
+    engine.take_outbox()
+    expected = answer(PROMPT, 5)
+    for due in range(6):
+        engine.probe("router", "r", 1, due)
+        assert tokens_of(sent_to_router(engine)) == expected[due:]

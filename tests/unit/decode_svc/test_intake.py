@@ -12,11 +12,12 @@ from engines import INCARNATION, decode_engine, decode_job, handle_for, make_poo
 from msgspec import structs
 
 from pagerelay.common.errors import ConfigError, TransferError
+from pagerelay.common.kv.checksum import block_sum
 from pagerelay.common.transport.base import Bytes, DeviceBlocks, Peer, TransferBackend
 from pagerelay.common.wire.messages import Commit, Fetch, LeaseLost, Ready, Release, Released
 from pagerelay.common.wire.pools import PoolAddress
 from pagerelay.decode_svc.engine import DecodeEngine, Intake
-from pagerelay.decode_svc.intake import BackendChoice, Fetched, LeaseEnded, fetch_prompt
+from pagerelay.decode_svc.intake import BackendChoice, CorruptBlocks, Fetched, LeaseEnded, fetch_prompt
 
 PROMPT = list(range(1, 11))  # three blocks, the last one partly filled
 ALL = [Ready(lease=1, first=0, block_ids=[5, 6, 7]), Commit(lease=1, num_tokens=10, first_token=4)]
@@ -44,9 +45,6 @@ class Link:
     async def open(self, fetch: Fetch) -> asyncio.Queue[Any]:
         await self.send(fetch)
         return self.news
-
-    async def release(self, lease: int, received: bool) -> None:
-        await self.send(Release(lease=lease, received=received))
 
     def close_lease(self, lease: int) -> None:
         self.closed.append(lease)
@@ -106,6 +104,7 @@ async def fetch(
     backend: Copy | None = None,
     patience_s: float = 5.0,
     intake: tuple[DecodeEngine, Intake] | None = None,
+    checksums: bool = True,
 ) -> Fetched:
     engine, taken = intake or reserved()
     ticks = iter(range(100))
@@ -116,6 +115,7 @@ async def fetch(
         engine.pool,
         patience_s=patience_s,
         clock=lambda: float(next(ticks)),
+        checksums=checksums,
     )
 
 
@@ -147,6 +147,32 @@ async def test_each_announcement_is_copied_after_its_own_mark() -> None:
     ]
     await fetch(link, backend)
     assert backend.written == [3, 0]
+
+
+async def test_blocks_are_compared_with_their_checksums() -> None:
+    due = [block_sum(np.full(32, block, dtype=np.uint8)) for block in (5, 6, 7)]
+    link = Link([Ready(lease=1, first=0, block_ids=[5, 6, 7], sums=due), ALL[1]], [YES])
+    assert (await fetch(link)).num_blocks == 3
+
+
+async def test_bytes_that_are_not_those_of_the_checksum_are_never_used() -> None:
+    due = [block_sum(np.full(32, block, dtype=np.uint8)) for block in (5, 99, 7)]
+    link = Link([Ready(lease=1, first=0, block_ids=[5, 6, 7], sums=due), ALL[1]])
+    with pytest.raises(CorruptBlocks, match="1 blocks came with other bytes") as caught:
+        await fetch(link)
+    assert caught.value.block_ids == [6]
+    assert link.asked[1:] == [Release(lease=1, received=False, corrupt=[6])]
+
+
+async def test_checksums_may_be_left_out() -> None:
+    link = Link([Ready(lease=1, first=0, block_ids=[5, 6, 7], sums=[1, 2, 3]), ALL[1]], [YES])
+    assert (await fetch(link, checksums=False)).num_blocks == 3
+
+
+async def test_checksums_of_another_number_are_refused() -> None:
+    link = Link([Ready(lease=1, first=0, block_ids=[5, 6, 7], sums=[1])])
+    with pytest.raises(TransferError, match="of different number"):
+        await fetch(link)
 
 
 async def test_the_commit_may_come_before_the_blocks() -> None:

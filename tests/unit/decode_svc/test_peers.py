@@ -59,6 +59,10 @@ class Prefill:
         await self.socket.send(self.peer, header, *frames)
 
 
+def ignored(kind: str, reason: str) -> None:
+    pass
+
+
 @pytest.fixture
 async def prefill() -> AsyncIterator[Prefill]:
     made = Prefill()
@@ -68,7 +72,7 @@ async def prefill() -> AsyncIterator[Prefill]:
 
 @pytest.fixture
 async def link(prefill: Prefill) -> AsyncIterator[PeerLink]:
-    made = PeerLink(prefill.handle(), None, asyncio.create_task, lambda: None)
+    made = PeerLink(prefill.handle(), None, asyncio.create_task, ignored)
     yield made
     await made.close()
 
@@ -86,8 +90,19 @@ async def test_news_reach_their_lease_in_order(prefill: Prefill, link: PeerLink)
     for message in said:
         await prefill.say(message)
     assert [await one.get(), await one.get(), await two.get()] == [said[0], said[2], said[1]]
-    await link.release(1, received=True)
+    await link.send(Release(lease=1, received=True))
     assert await prefill.hear() == Release(lease=1, received=True)
+
+
+async def test_blocks_that_were_not_asked_for_answer_nothing(prefill: Prefill, link: PeerLink) -> None:
+    """An answer that was lost or repeated must not put one block's bytes in another's place."""
+    await link.open(fetch(1))
+    read = asyncio.create_task(link.read(1, [4, 5]))
+    await prefill.hear()
+    await prefill.hear()
+    await prefill.say(Blocks(lease=1, block_ids=[2, 3]), b"two!", b"thre")
+    await prefill.say(Blocks(lease=1, block_ids=[4, 5]), b"four", b"five")
+    assert [bytes(frame) for frame in await read] == [b"four", b"five"]
 
 
 async def test_blocks_answer_reads_in_the_order_asked(prefill: Prefill, link: PeerLink) -> None:
@@ -157,7 +172,7 @@ async def test_a_lease_that_could_not_be_opened_leaves_nothing(
 
 async def test_one_link_an_incarnation_and_it_is_closed_when_idle(prefill: Prefill) -> None:
     now = 0.0
-    peers = Peers(None, lambda: now, asyncio.create_task, lambda: None, idle_s=60.0)
+    peers = Peers(None, lambda: now, asyncio.create_task, ignored, idle_s=60.0)
     one = peers.link(prefill.handle("one"))
     assert peers.link(prefill.handle("one")) is one
     two = peers.link(prefill.handle("two"))
@@ -176,7 +191,7 @@ async def test_one_link_an_incarnation_and_it_is_closed_when_idle(prefill: Prefi
 
 async def test_the_link_to_the_owner_of_a_pool_that_is_open_stays(prefill: Prefill) -> None:
     now, keep = 0.0, True
-    peers = Peers(None, lambda: now, asyncio.create_task, lambda: None, idle_s=60.0, keep=lambda _: keep)
+    peers = Peers(None, lambda: now, asyncio.create_task, ignored, keep=lambda _: keep)
     link = peers.link(prefill.handle("one"))
     now = 600.0
     assert await peers.close_idle() == []
@@ -188,7 +203,7 @@ async def test_the_link_to_the_owner_of_a_pool_that_is_open_stays(prefill: Prefi
 
 async def test_a_peer_takes_its_pool_back(prefill: Prefill) -> None:
     recalled: asyncio.Queue[PeerLink] = asyncio.Queue()
-    peers = Peers(None, lambda: 0.0, asyncio.create_task, lambda: None, on_detach=recalled.put_nowait)
+    peers = Peers(None, lambda: 0.0, asyncio.create_task, ignored, on_detach=recalled.put_nowait)
     link = peers.link(prefill.handle())
     news = await link.open(fetch(1))
     await prefill.hear()

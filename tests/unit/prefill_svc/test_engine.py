@@ -14,6 +14,7 @@ from engines import (
     answer,
     assert_idle,
     greedy,
+    make_pool,
     next_token,
     prefill_engine,
     prefill_job,
@@ -21,8 +22,12 @@ from engines import (
     sent_to_peer,
     sent_to_router,
 )
+from fake_cuda import Machine
 from msgspec import structs
 
+from pagerelay.common.errors import PagerelayError
+from pagerelay.common.kv.checksum import block_sum
+from pagerelay.common.transport.cuda_ipc import CudaIpcBackend
 from pagerelay.common.wire.messages import (
     Commit,
     Failed,
@@ -49,7 +54,14 @@ def fetch(
     **changes: Any,
 ) -> None:
     layout = changes.pop("layout", engine.pool.layout)
-    message = Fetch(lease=lease, incarnation=INCARNATION, from_block=from_block, layout=layout)
+    given = engine.leases.get(lease)
+    message = Fetch(
+        lease=lease,
+        incarnation=INCARNATION,
+        from_block=from_block,
+        layout=layout,
+        ticket=given.handle.ticket if given is not None else "",
+    )
     engine.fetch(peer, structs.replace(message, **changes), now)
 
 
@@ -322,7 +334,7 @@ def test_every_sign_of_life_prolongs_a_lease(sign: str) -> None:
     leased(engine)
     fetch(engine)
     if sign == "renew":
-        engine.renew([1, 99], 8.0)
+        engine.renew({1: engine.leases[1].handle.ticket, 99: ""}, 8.0)
     elif sign == "fetch":
         fetch(engine, now=8.0)
     else:
@@ -385,18 +397,145 @@ def test_one_who_no_longer_wants_a_lease_ends_it_without_an_answer() -> None:
     assert_idle(engine)
 
 
-def test_the_second_fetch_of_a_lease_replaces_the_first() -> None:
-    engine = prefill_engine()
+def test_a_lease_belongs_to_who_came_first_with_its_ticket() -> None:
+    engine, dropped = watched(prefill_engine())
+    leased(engine)
+    fetch(engine, ticket="guessed")
+    fetch(engine, ticket="")
+    assert [message.ended for message in sent_to_peer(engine)] == [False, False]
+    engine.renew({1: "guessed"}, 5.0)
+    fetch(engine)
+    assert [type(message) for message in sent_to_peer(engine)] == [Ready, Commit]
+    fetch(engine, peer=OTHER)  # it has the ticket, but the lease has its reader
+    (lost,) = sent_to_peer(engine, OTHER)
+    assert isinstance(lost, LeaseLost)
+    engine.release(OTHER, 1, received=True)
+    assert sent_to_peer(engine) == [Released(lease=1, ok=False)]
+    engine.release(DECODER, 1, received=True)
+    assert sent_to_peer(engine) == [Released(lease=1, ok=True)]
+    assert dropped == ["Fetch/refused", "Fetch/refused", "Renew/refused", "Fetch/refused", "Release/refused"]
+    assert_idle(engine)
+
+
+def test_a_confirmation_said_twice_is_answered_twice() -> None:
+    """The first answer may have been lost; whether the copy counts does not change."""
+    engine, dropped = watched(prefill_engine())
     leased(engine)
     fetch(engine)
     engine.take_outbox()
-    fetch(engine, peer=OTHER)
-    assert [type(message) for message in sent_to_peer(engine, OTHER)] == [Ready, Commit]
-    engine.release(DECODER, 1, received=True)
-    assert sent_to_peer(engine) == [Released(lease=1, ok=False)]
+    for _ in range(2):
+        engine.release(DECODER, 1, received=True)
+        assert sent_to_peer(engine) == [Released(lease=1, ok=True)]
     engine.release(OTHER, 1, received=True)
-    assert sent_to_peer(engine) == [Released(lease=1, ok=True)]
+    assert sent_to_peer(engine) == [Released(lease=1, ok=False)]
+    assert dropped == ["Release/late"]
     assert_idle(engine)
+
+
+def test_no_block_is_asked_for_twice_in_one_read() -> None:
+    engine = prefill_engine()
+    leased(engine)
+    fetch(engine)
+    assert not engine.may_read(DECODER, 1, [0, 1, 0], 0.0)
+
+
+# ------------------------------------------------------------------ checksums
+
+
+def ready_of(engine: PrefillEngine) -> list[Ready]:
+    return [message for message in sent_to_peer(engine) if isinstance(message, Ready)]
+
+
+def test_every_block_is_announced_with_the_checksum_of_its_bytes() -> None:
+    engine = prefill_engine(max_batch_tokens=3, checksums=True)  # chunks end within blocks
+    engine.submit("router", prefill_job("r", PROMPT))
+    engine.step()
+    fetch(engine)
+    run = [message for _, message in run_dry(engine).to_peer if isinstance(message, Ready)]
+    sums = [one for ready in run for one in ready.sums]
+    assert sums == [block_sum(engine.pool.blocks[block]) for block in (0, 1, 2)]
+    assert len(set(sums)) == 3
+    engine.release(DECODER, 1, received=True)
+    engine.take_outbox()
+    # Found in the prefix cache, they are announced with the sums of when they were computed.
+    engine.pool.blocks[1][5] ^= 1
+    leased(engine, "s")
+    fetch(engine, lease=2)
+    (ready,) = ready_of(engine)
+    assert (ready.block_ids[:2], ready.sums[:2]) == ([0, 1], sums[:2])
+
+
+def test_a_pool_in_gpu_memory_has_no_checksums() -> None:
+    """Each would cost a copy to the host and a wait for the step."""
+    machine = Machine()
+    cuda = machine.process()
+    backend = CudaIpcBackend(cuda, cuda.place)
+    engine = prefill_engine(pool=make_pool(16, backend=backend), checksums=True)
+    leased(engine)
+    fetch(engine)
+    (ready,) = ready_of(engine)
+    assert (ready.block_ids, ready.sums) == ([0, 1, 2], [])
+    assert ready.written is not None
+    backend.close()
+    machine.check()
+
+
+def test_a_block_that_arrived_corrupt_is_not_given_to_anyone_again() -> None:
+    engine = prefill_engine(checksums=True)
+    leased(engine)
+    fetch(engine)
+    engine.release(DECODER, 1, received=False, corrupt=[1, 77])
+    assert_idle(engine)
+    engine.submit("router", prefill_job("s", PROMPT))
+    started = run_dry(engine).to_router[0][1]
+    assert isinstance(started, PrefillStarted)
+    assert started.num_cached_tokens == 4, "only the block before it"
+
+
+# ------------------------------------------------------------------ what is said again
+
+
+def test_a_probe_is_told_again_what_was_said() -> None:
+    engine = prefill_engine(max_batch_tokens=4)
+    engine.submit("router", prefill_job("r", PROMPT))
+    engine.probe("router", "r", 1, 0)
+    assert sent_to_router(engine) == [], "it waits: nothing has been said yet"
+    engine.step()
+    engine.take_outbox()
+    engine.probe("router", "r", 1, 0)
+    (started,) = sent_to_router(engine)
+    assert started.handle == engine.leases[1].handle
+    run_dry(engine)
+    engine.probe("router", "r", 1, 0)
+    _, first = sent_to_router(engine)
+    assert first.delta == first_token("r", next_token(PROMPT))
+    engine.abort("r", 1)
+    for request_id, attempt in (("r", 1), ("nobody", 3)):
+        engine.probe("router", request_id, attempt, 0)
+        (failed,) = sent_to_router(engine)
+        assert (failed.request_id, failed.attempt, failed.code) == (request_id, attempt, "forgotten")
+        assert failed.retryable
+
+
+def test_a_job_that_comes_after_its_abort_or_twice_is_not_begun() -> None:
+    engine, dropped = watched(prefill_engine())
+    engine.abort("r", 2)
+    engine.submit("router", prefill_job("r", PROMPT, attempt=1))
+    engine.submit("router", prefill_job("r", PROMPT, attempt=2))
+    assert_idle(engine)
+    leased(engine, attempt=3)
+    fetch(engine)
+    engine.release(DECODER, 1, received=True)
+    engine.submit("router", prefill_job("r", PROMPT, attempt=3))
+    assert not engine.step()
+    assert_idle(engine)
+    assert dropped == ["Abort/late", "PrefillJob/late", "PrefillJob/repeated", "PrefillJob/repeated"]
+
+
+def watched(engine: PrefillEngine) -> tuple[PrefillEngine, list[str]]:
+    dropped: list[str] = []
+    engine.on_dropped = lambda kind, reason: dropped.append(f"{kind}/{reason}")
+    return engine, dropped
 
 
 def test_a_decode_worker_of_another_layout_is_refused_with_both_values() -> None:
@@ -543,7 +682,7 @@ def test_no_verb_waits_for_a_step() -> None:
     with RunningStep(engine, runner):
         engine.submit("router", prefill_job("s", PROMPT, order=2))
         fetch(engine)
-        engine.renew([1], 1.0)
+        engine.renew({1: engine.leases[1].handle.ticket}, 1.0)
         engine.expire(2.0)
         assert engine.may_read(DECODER, 1, [0], 2.0)
         engine.release(DECODER, 1, received=False)
@@ -586,3 +725,10 @@ def test_a_step_that_fails_fails_its_requests_and_nothing_else() -> None:
     assert [type(message) for _, message in run] == [PrefillStarted, FirstToken]
     engine.abort("t", 1)
     assert_idle(engine)
+
+
+def test_a_block_held_by_nobody_is_found_out_when_idle() -> None:
+    engine = prefill_engine(8)
+    engine.blocks.take(1)
+    with pytest.raises(PagerelayError, match="not held as their holders"):
+        engine.check_idle()

@@ -11,7 +11,16 @@ from engines import greedy
 from flows import Driven, House
 
 from pagerelay.common.errors import ApiError, DeadlineExceeded, InvalidRequest, Unavailable, WorkerLost
-from pagerelay.router.flow import MAX_PREEMPTIONS
+from pagerelay.common.wire.account import Counters, Load
+from pagerelay.common.wire.messages import (
+    DecodeJob,
+    Heartbeat,
+    PrefillJob,
+    PrefillStarted,
+    Probe,
+    Suspend,
+)
+from pagerelay.router.flow import MAX_GAP, MAX_PREEMPTIONS
 
 PROMPT = [5, 6, 7]
 
@@ -23,13 +32,13 @@ async def started(house: House, max_tokens: int = 8, **settings: Any) -> Driven:
     return driven
 
 
-async def settle(driven: Driven) -> None:
-    """Lets the flow take all its news although no token is due."""
+async def settle(driven: Driven, seconds: float = 0.0) -> None:
+    """Lets the flow take all its news although no token is due, and then wait for ``seconds``."""
     task = asyncio.create_task(driven.flow.next())
     while not driven.flow._inbox.empty():
         await asyncio.sleep(0)
     for _ in range(5):
-        await asyncio.sleep(0)
+        await asyncio.sleep(seconds / 5)
     if task.done():
         task.result()
         raise AssertionError("a token came")
@@ -278,7 +287,12 @@ DECODING: list[Any] = [
     pytest.param(lose("d1"), [], "worker_lost", id="D-lost"),
     pytest.param(fail("step_failed"), ["d1"], "step_failed", id="failed"),
     pytest.param(Driven.preempted, ["d1"], "preempted", id="preempted"),
-    pytest.param(lambda driven: driven.token(3, 14), ["d1"], "gap", id="gap"),
+    pytest.param(
+        lambda driven: driven.tokens(*(driven.delta(i, 14) for i in range(3, 4 + MAX_GAP))),
+        ["d1"],
+        "gap",
+        id="gap",
+    ),
 ]
 
 
@@ -291,7 +305,10 @@ async def test_recovery_while_decoding(
     house.take_sent()
     event(driven)
     await settle(driven)
-    assert house.take_sent() == [
+    sent = house.take_sent()
+    if cause == "gap":  # the worker was asked for what is missing, and had nothing
+        assert sent.pop(0) == ("d1", Probe(request_id="r", attempt=1, next_index=2))
+    assert sent == [
         *((worker, driven.abort()) for worker in aborted),
         ("p2", driven.prefill_job(attempt=2, emitted=[11, 12])),
     ]
@@ -316,7 +333,7 @@ async def finish(driven: Driven, emitted: list[int]) -> None:
     ((worker, job),) = house.take_sent()
     assert worker in ("d1", "d2")
     assert job == driven.decode_job(attempt=2, emitted=emitted)
-    assert house.count("late_messages") >= 4
+    assert house.dropped("late") >= 4
     await driven.flow.close()
     assert house.take_sent() == []
     assert nobody_holds_anything(house)
@@ -589,3 +606,171 @@ async def test_news_for_a_closed_request_have_no_taker() -> None:
     assert house.links.flows == {}
     house.lose("d1")
     assert driven.flow.state == "ABORTED"
+
+
+# ------------------------------------------------------------------ lost, repeated and late messages
+
+
+async def test_a_gap_is_filled_by_the_worker_that_has_the_tokens() -> None:
+    house = House("p1", "d1")
+    driven = await decoding(house)
+    house.take_sent()
+    driven.token(3, 14)  # the message with token 2 was lost
+    driven.token(4, 15)
+    await settle(driven)
+    assert house.take_sent() == [("d1", Probe(request_id="r", attempt=1, next_index=2))]
+    driven.tokens(driven.delta(2, 13), driven.delta(3, 14), driven.delta(4, 15))
+    driven.token(5, 16, "length")
+    assert await driven.flow.next() == ([13, 14, 15, 16], "length")
+    assert driven.flow.recoveries == 0
+
+
+@pytest.mark.parametrize("state", ["PREFILLING", "HANDOFF", "DECODING"])
+async def test_one_who_is_silent_is_asked(state: str) -> None:
+    house = House("p1", "d1")
+    driven = await started(house, probe_s=0.01)
+    if state != "PREFILLING":
+        driven.started()
+        await settle(driven)
+    if state == "DECODING":
+        driven.handed_over(0, 11)
+        await driven.flow.next()
+    house.take_sent()
+    await settle(driven, 0.05)
+    sent = house.take_sent()
+    whom = "p1" if state == "PREFILLING" else "d1"
+    assert sent[0] == (whom, Probe(request_id="r", attempt=1, next_index=len(driven.flow.emitted)))
+    assert driven.flow.state == state
+    driven.failed("forgotten")  # its job was lost
+    await settle(driven)
+    assert ("p1", driven.prefill_job(2, driven.flow.emitted)) in house.take_sent()
+
+
+async def test_what_is_said_again_is_no_progress() -> None:
+    """A worker that answers but does not go on is given up for all that."""
+    house = House("p1", "d1")
+    driven = await started(house, max_tokens=1, queue_timeout_s=0.1, probe_s=0.01)
+    driven.started()
+    task = asyncio.create_task(driven.flow.next())
+    async with asyncio.timeout(5):
+        while not task.done():
+            driven.started()
+            await asyncio.sleep(0.005)
+    with pytest.raises(DeadlineExceeded):
+        await task
+
+
+async def test_a_start_that_is_heard_of_after_the_first_token_hands_the_prompt_off() -> None:
+    house = House("p1", "d1")
+    driven = await started(house)
+    driven.first(0, 11)
+    assert await driven.flow.next() == ([11], None)
+    house.take_sent()
+    driven.news(
+        PrefillStarted(request_id="r", attempt=1, handle=driven.handle(3), queued_s=0.1, num_cached_tokens=0)
+    )
+    await settle(driven)
+    ((worker, job),) = house.take_sent()
+    assert (worker, job.token_ids, job.first_index) == ("d1", driven.prompt, 0)
+
+
+async def test_every_message_said_twice_counts_once() -> None:
+    house = House("p1", "d1")
+    driven = await started(house)
+    for _ in range(2):
+        driven.started()
+        driven.first(0, 11)
+    for _ in range(2):
+        driven.handed_over(0, 11)
+        driven.token(1, 12)
+    driven.started()
+    driven.token(2, 13, "length")
+    tokens: list[int] = []
+    reason = None
+    while reason is None:
+        fresh, reason = await driven.flow.next()
+        tokens += fresh
+    assert tokens == [11, 12, 13]
+    assert driven.flow.recoveries == 0
+    assert house.dropped("repeated") == 5
+    assert [type(message) for _, message in house.take_sent()] == [PrefillJob, DecodeJob]
+
+
+async def test_tokens_from_a_decoder_whose_confirmation_was_lost() -> None:
+    house = House("p1", "d1")
+    driven = await handing_off(house)
+    driven.first(0, 11)
+    driven.token(1, 12)
+    assert await driven.flow.next() == ([11, 12], None)
+    assert driven.flow.state == "DECODING"
+    assert list(house.entry("p1").bound) == []
+
+
+# ------------------------------------------------------------------ a decode worker hands over
+
+
+async def test_a_running_request_moves_to_another_decode_worker() -> None:
+    house = House("p1", "d1", "d2")
+    driven = await decoding(house)  # emitted 11, 12 on d1
+    house.take_sent()
+    driven.flow.leave_decoder("d1")
+    await settle(driven)
+    assert house.take_sent() == [("d1", Suspend(request_id="r", attempt=1))]
+    drain(house, "d1")
+    driven.token(2, 13)  # was under way
+    driven.suspended(len(driven.prompt) + 2)
+    assert await driven.flow.next() == ([13], None)
+    await settle(driven)
+    ((worker, job),) = house.take_sent()
+    assert (worker, job.attempt) == ("d2", 2)
+    assert (job.token_ids, job.first_index) == ([*driven.prompt, 11, 12], 2)
+    assert driven.flow.state == "HANDOFF"
+    driven.suspended(len(driven.prompt) + 2, attempt=1)  # said twice
+    driven.handed_over(2, 13)
+    driven.token(3, 14, "length")
+    assert await driven.flow.next() == ([14], "length")
+    assert driven.flow.emitted == [11, 12, 13, 14]
+    await driven.flow.close()
+    assert house.take_sent() == []
+    assert nobody_holds_anything(house)
+    assert driven.flow.recoveries == 0
+    assert house.count("moved_requests") == 1
+
+
+async def test_with_nobody_to_take_over_it_stays() -> None:
+    house = House("p1", "d1")
+    driven = await decoding(house)
+    drain(house, "d1")
+    house.take_sent()
+    driven.flow.leave_decoder("d1")
+    driven.flow.leave_decoder("somebody else")
+    driven.token(2, 13, "length")
+    assert await driven.flow.next() == ([13], "length")
+    assert house.take_sent() == []
+
+
+@pytest.mark.parametrize("how", ["fetch-failed", "source-lost", "target-lost", "wrong-length"])
+async def test_a_move_that_fails_is_recovered_from(how: str) -> None:
+    house = House("p1", "d1", "d2", "d3")
+    driven = await decoding(house)
+    drain(house, "d1")
+    house.take_sent()
+    driven.suspended(len(driven.prompt) + (5 if how == "wrong-length" else 1))
+    await settle(driven)
+    if how == "fetch-failed":
+        driven.failed("fetch_failed")
+    elif how != "wrong-length":
+        house.lose("d1" if how == "source-lost" else driven.house.take_sent()[-1][0])
+    await settle(driven)
+    attempt = 2 if how == "wrong-length" else 3
+    sent = house.take_sent()
+    assert sent[-1] == ("p1", driven.prefill_job(attempt, [11, 12]))
+    if how in ("fetch-failed", "target-lost"):
+        assert ("d1", driven.abort(2)) in sent
+    assert driven.flow.recoveries == 1
+    await driven.flow.close()
+    assert nobody_holds_anything(house)
+
+
+def drain(house: House, worker_id: str) -> None:
+    house.registry.heard(house.entry(worker_id), Heartbeat(load=Load(draining=True), counters=Counters()))

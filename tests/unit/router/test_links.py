@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from flows import hello, registry
 
+from pagerelay.common.wire.account import Counters, Load
 from pagerelay.common.wire.codec import Decoder, encode
 from pagerelay.common.wire.messages import (
     Abort,
     Beat,
-    Counters,
     Failed,
     FirstToken,
     Goodbye,
+    HandedOver,
     Heartbeat,
-    Load,
     Message,
     Preempted,
     Refused,
@@ -37,6 +37,7 @@ class Flow:
     def __init__(self) -> None:
         self.heard: list[Any] = []
         self.lost: list[str] = []
+        self.left: list[str] = []
 
     def news(self, message: Any, worker_id: str) -> None:
         self.heard.append((message, worker_id))
@@ -46,6 +47,9 @@ class Flow:
 
     def worker_lost(self, worker_id: str) -> None:
         self.lost.append(worker_id)
+
+    def leave_decoder(self, worker_id: str) -> None:
+        self.left.append(worker_id)
 
 
 class Clock:
@@ -61,14 +65,23 @@ class House:
     def __init__(self) -> None:
         self.clock = Clock()
         self.dropped = 0
+        self.reasons: list[str] = []
         self.registry = registry(self.clock)  # type: ignore[arg-type]
         self.links = WorkerLinks(self.registry, None, self._drop, self.clock)
         self.port = self.links.bind("127.0.0.1", 0)
         self.tasks = [asyncio.create_task(self.links.receive_forever())]
         self.workers: list[ClientSocket] = []
 
-    def _drop(self) -> None:
+    def _drop(self, kind: str, reason: str) -> None:
         self.dropped += 1
+        self.reasons.append(f"{kind}/{reason}")
+
+    def bind(self, worker_id: str, **flows: Flow) -> None:
+        """What a request does that is dispatched to the worker."""
+        entry = self.registry.by_id(worker_id)
+        assert entry is not None
+        self.links.flows.update(flows)
+        entry.bound.update(flows)
 
     async def worker(self, worker_id: str) -> Worker:
         worker = Worker(self, worker_id)
@@ -127,8 +140,10 @@ def delta(request_id: str, index: int) -> TokenDelta:
 async def test_news_go_to_their_request(house: House) -> None:
     worker = await house.worker("d")
     one, two = Flow(), Flow()
-    house.links.flows.update(one=one, two=two)
-    first = FirstToken(delta=delta("one", 0), prefill_s=0.1, num_computed_tokens=1)
+    house.bind("d", one=one, two=two)
+    first = HandedOver(
+        request_id="one", attempt=1, first=delta("one", 0), transport="shm", handover_s=0.1, num_bytes=1
+    )
     preempted = Preempted(request_id="two", attempt=1)
     await worker.say(first)
     await worker.say(Tokens(deltas=[delta("two", 4), delta("one", 1), delta("two", 5)]))
@@ -142,9 +157,43 @@ async def test_news_go_to_their_request(house: House) -> None:
 async def test_news_for_nobody_are_counted(house: House) -> None:
     worker = await house.worker("d")
     await worker.say(Tokens(deltas=[delta("gone", 4), delta("gone", 5)]))
+    # Whoever goes on with what nobody wants is told again that it was taken back.
+    assert [await worker.hear() for _ in range(2)] == [Abort(request_id="gone", attempt=1)] * 2
     await worker.say(Failed(request_id="gone", attempt=1, code="c", message="m", retryable=True))
     await worker.beat()
-    assert house.dropped == 3
+    assert house.reasons == ["TokenDelta/late", "TokenDelta/late", "Failed/late"]
+
+
+async def test_a_worker_has_no_say_in_what_is_not_bound_to_it(house: House) -> None:
+    flow = Flow()
+    worker = await house.worker("d")
+    await house.worker("other")
+    house.bind("other", r=flow)
+    await worker.say(Failed(request_id="r", attempt=1, code="c", message="m", retryable=False))
+    await worker.say(Tokens(deltas=[delta("r", 0)]))
+    assert isinstance(await worker.hear(), Abort)
+    await worker.beat()
+    assert flow.heard == []
+    assert house.reasons == ["Failed/late", "TokenDelta/late"]
+
+
+async def test_a_worker_says_only_what_its_role_may(house: House) -> None:
+    flow = Flow()
+    worker = await house.worker("d")
+    house.bind("d", r=flow)
+    await worker.say(FirstToken(delta=delta("r", 0), prefill_s=0.1, num_computed_tokens=1))
+    await worker.beat()
+    assert flow.heard == []
+    assert house.reasons == ["FirstToken/refused"]
+
+
+async def test_one_that_hands_over_says_so_to_what_is_bound_to_it(house: House) -> None:
+    flow = Flow()
+    worker = await house.worker("d")
+    house.bind("d", r=flow)
+    await worker.say(Heartbeat(load=Load(draining=True, hands_over=True), counters=Counters()))
+    assert isinstance(await worker.hear(), Beat)
+    assert flow.left == ["d"]
 
 
 async def test_a_stranger_has_to_say_hello_first(house: House) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from flows import Clock, hello, registry
 
-from pagerelay.common.wire.messages import PROTOCOL, BlockCounts, Counters, Heartbeat, Load, Refused, Welcome
-from pagerelay.router.registry import WorkerEntry, WorkerRegistry
+from pagerelay.common.wire.account import BlockCounts, Counters, Load
+from pagerelay.common.wire.messages import PROTOCOL, Heartbeat, Refused, Welcome
+from pagerelay.router.registry import NUM_REMEMBERED, WorkerEntry, WorkerRegistry
 
 
 class Request:
@@ -20,6 +21,9 @@ class Request:
 
     def worker_lost(self, worker_id: str) -> None:
         self.lost.append(worker_id)
+
+    def leave_decoder(self, worker_id: str) -> None:
+        pass
 
 
 def join(
@@ -173,6 +177,12 @@ def test_a_new_incarnation_replaces_the_old_at_once() -> None:
     assert workers.entries() == [new]
     assert workers.by_id("d") is new
     assert workers.find(b"old") is None
+    # Should the old one be alive after all, it must not take the place back.
+    refused = workers.welcome(hello("d", incarnation="1", epoch=1), b"old")
+    assert isinstance(refused, Refused)
+    assert refused.fatal
+    assert "another worker is called d now" in refused.reason
+    assert workers.entries() == [new]
 
 
 def test_hello_said_twice_before_the_welcome_changes_nothing() -> None:
@@ -189,7 +199,8 @@ def test_hello_from_one_who_was_here_means_that_it_has_dropped_everything() -> N
     entry = join(workers)
     request = bind(entry)
     beat(workers, entry)
-    again = join(workers)
+    assert join(workers) is entry, "a Hello that was late or said twice"
+    again = join(workers, epoch=1)
     assert again is not entry
     assert request.lost == ["d"]
     assert again.bound == {}
@@ -224,6 +235,20 @@ def test_counters_never_fall_and_nothing_counts_twice() -> None:
     assert totals() == (18, {"shm": 5, "tcp": 2})
     assert one.counters.tokens_generated == 12
     assert two.counters.fetched_blocks == {"shm": 1, "tcp": 2}
+
+
+def test_those_long_gone_are_counted_and_not_remembered() -> None:
+    workers = registry(Clock())
+    for number in range(NUM_REMEMBERED + 10):
+        entry = join(workers, "d", incarnation=str(number))
+        beat(workers, entry, tokens_generated=1, dropped={"Abort/late": 2})
+        workers.remove(entry, "bye")
+    assert len(workers._departed) == NUM_REMEMBERED
+    total = workers.totals()
+    assert (total.tokens_generated, total.dropped) == (
+        NUM_REMEMBERED + 10,
+        {"Abort/late": 2 * NUM_REMEMBERED + 20},
+    )
 
 
 # ------------------------------------------------------------------ what the policy sees

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -13,6 +14,7 @@ from fake_cuda import FakeCuda, Machine
 from house import PROMPT, House
 
 from pagerelay.common.errors import ApiError
+from pagerelay.common.service.data_link import RECALL_S
 from pagerelay.common.service.worker import Worker
 from pagerelay.common.transport.cuda_ipc import CudaIpcBackend
 from pagerelay.decode_svc.worker import DecodeWorker
@@ -146,6 +148,48 @@ async def test_a_decode_worker_that_is_killed_does_not_keep_a_pool_for_ever(
     await house.stop(prefill)
     assert owner.left() == []
     assert machine.violations == []
+
+
+@pytest.mark.parametrize(
+    ("transport", "taker"),
+    [("auto", "same-gpu"), ("auto", "peer-gpu"), ("tcp", "same-gpu"), ("auto", "cpu")],
+)
+async def test_a_draining_decode_worker_hands_over_what_its_gpu_holds(
+    house: House, machine: Machine, transport: str, taker: str
+) -> None:
+    """By the same ways as from a prefill worker; its pool is freed when the taker has closed it."""
+    await house.start(PrefillWorker, transport, machine.process())
+    first = await house.start(DecodeWorker, transport, machine.process(), drain="hand-over")
+    flows = await house.decoding(first)
+    cuda = {"same-gpu": machine.process(), "peer-gpu": machine.process(1), "cpu": None}[taker]
+    second = await house.start(DecodeWorker, transport, cuda)
+    owner = house.workers[first][0].parts.cuda
+    await house.hand_over(first, flows)
+    way = "cuda_ipc" if transport == "auto" and cuda is not None else "tcp"
+    assert set(house.workers[second][0].counters.fetched_blocks) == {way}
+    assert isinstance(owner, FakeCuda)
+    assert owner.left() == []
+    await house.idle()
+    await house.close()
+    machine.check()
+
+
+async def test_two_that_hand_over_and_end_at_once_wait_for_each_other(house: House, machine: Machine) -> None:
+    """Each has had the other's pool open: neither frees its own under the other, nor waits in vain."""
+    await house.start(PrefillWorker, "auto", machine.process())
+    ids = [await house.start(DecodeWorker, "auto", machine.process(), drain="hand-over") for _ in range(2)]
+    workers = [house.workers[worker_id][0] for worker_id in ids]
+    for one, other in (workers, workers[::-1]):
+        assert isinstance(one, DecodeWorker)
+        other.data.refresh_endpoint()  # type: ignore[union-attr]
+        handle = other._handle(1, 1)
+        assert (await one._backend(handle, one._peers.link(handle))).name == "cuda_ipc"
+    await house.until(lambda: all(len(importers(house, worker_id)) == 1 for worker_id in ids))
+    began = time.monotonic()
+    assert await asyncio.gather(*(house.stop(worker_id) for worker_id in ids)) == [0, 0]
+    assert time.monotonic() - began < RECALL_S
+    await house.close()
+    machine.check()
 
 
 async def to_the_end(flow: RequestFlow) -> None:

@@ -11,15 +11,14 @@ from flows import hello
 
 from pagerelay.common.service import link as module
 from pagerelay.common.service.link import RouterLink
+from pagerelay.common.wire.account import Counters, Load
 from pagerelay.common.wire.codec import Decoder, encode
 from pagerelay.common.wire.messages import (
     Abort,
     Beat,
-    Counters,
     Goodbye,
     Heartbeat,
     Hello,
-    Load,
     Message,
     Refused,
     ToRouter,
@@ -52,7 +51,7 @@ class Owner:
     def refused_for_good(self, endpoint: str, reason: str) -> None:
         self.told.append(("refused", reason))
 
-    def message_dropped(self) -> None:
+    def message_dropped(self, kind: str, reason: str) -> None:
         self.num_dropped += 1
 
     def task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -133,7 +132,7 @@ async def test_nothing_is_taken_before_the_welcome(router: Router) -> None:
 async def test_a_router_that_does_not_know_us_loses_its_requests_and_hears_hello(router: Router) -> None:
     await router.welcome()
     await router.say(Refused(reason="unknown worker, say Hello", fatal=False))
-    await router.hear(Hello)
+    assert (await router.hear(Hello)).epoch == 1, "what it was given before is dropped"
     assert router.owner.told == [("lost", "one")]
     await router.welcome("two")
     assert router.link.router_id == "two"

@@ -15,10 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pagerelay.common.engine.core import EngineCore
-from pagerelay.common.wire.messages import DecodeJob, PrefillStarted, Released
 
-# Said twice these would begin a second hand-over of one lease, which no ZeroMQ link and no router does.
-NEVER_TWICE = (DecodeJob, PrefillStarted, Released)
 NUMBER = st.integers(0, 1000)
 
 
@@ -79,16 +76,25 @@ class Network:
     def repeat(self, number: int) -> None:
         if self.hands.flight:
             take, message = self.hands.flight[number % len(self.hands.flight)]
-            if not isinstance(message, NEVER_TWICE):
-                take(message)
+            take(message)
 
     def lose(self, number: int) -> None:
         if self.hands.flight:
             self.hands.flight.pop(number % len(self.hands.flight))
 
+    def probe(self, number: int) -> None:
+        """The router has missed something, and asks both."""
+        request = self._some_request(number)
+        if request is not None:
+            for engine in (self.hands.p, self.hands.d):
+                if request.request_id in engine._by_request:
+                    engine.probe(ROUTER, request.request_id, request.attempt, len(request.emitted))
+            self.hands.collect()
+
     def time_passes(self, number: int) -> None:
         self.hands.now += number % 8
-        self.hands.p.renew(list(self.hands.fetches), self.hands.now)
+        tickets = {lease: fetch.intake.handle.ticket for lease, fetch in self.hands.fetches.items()}
+        self.hands.p.renew(tickets, self.hands.now)
         self.hands.now += 3
         self.hands.p.expire(self.hands.now)
         self.hands.collect()
@@ -164,6 +170,7 @@ RARE = (
     "lose_the_router",
     "repeat",
     "lose",
+    "probe",
     "time_passes",
     "step_while_things_happen",
     "step_that_fails",

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from random import Random
+from typing import Any
 
 import pytest
-from engines import answer
+from engines import answer, prefill_job
 from house import PROMPT, House
 
+from pagerelay.common.service.link import RouterLink
 from pagerelay.common.service.worker import Worker
+from pagerelay.common.transport.tcp import TcpBackend
 from pagerelay.common.wire.auth import CurveKeys
 from pagerelay.decode_svc.worker import DecodeWorker
 from pagerelay.prefill_svc.worker import PrefillWorker
 from pagerelay.router.flow import RequestFlow
+from pagerelay.router.links import WorkerLinks
 
 
 @pytest.fixture(params=[False, True], ids=["open", "curve"])
@@ -103,3 +108,110 @@ async def test_a_draining_worker_finishes_what_it_has(house: House) -> None:
     await house.until(lambda: house.workers[worker_id][0].engine.counts().held)
     assert await house.stop(worker_id) == 0
     assert (await asking).emitted == answer(PROMPT, 30)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_a_draining_decode_worker_hands_over_what_it_runs(house: House, transport: str) -> None:
+    """Another decode worker goes on at the next token; nothing is computed anew."""
+    prefill = await house.start(PrefillWorker, transport)
+    first = await house.start(DecodeWorker, transport, drain="hand-over")
+    flows = await house.decoding(first)
+    second = await house.start(DecodeWorker, transport)
+    computed = house.workers[prefill][0].counters.prompt_tokens_computed
+    await house.hand_over(first, flows)
+    assert house.workers[prefill][0].counters.prompt_tokens_computed == computed
+    assert house.workers[second][0].counters.prompt_tokens_received >= len(flows)
+    await house.idle()
+
+
+async def test_corrupt_blocks_are_found_and_recovered_from(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One copy goes wrong on its way: the answer is that of an undisturbed run."""
+    await house.start(PrefillWorker, "tcp")
+    decode = await house.start(DecodeWorker, "tcp")
+    honest = TcpBackend._place
+    spoiled: list[int] = []
+
+    async def place(backend: TcpBackend, frames: Any, into: Any, targets: Any) -> int:
+        moved = await honest(backend, frames, into, targets)
+        if not spoiled:
+            spoiled.append(targets[0])
+            into[targets[0]][0] ^= 1
+        return moved
+
+    monkeypatch.setattr(TcpBackend, "_place", place)
+    flow = await house.ask(PROMPT)
+    assert flow.emitted == answer(PROMPT, 20)
+    assert flow.recoveries == 1
+    assert house.workers[decode][0].counters.corrupt_blocks == 1
+    await house.idle()
+
+
+@pytest.mark.parametrize("house", [False], indirect=True, ids=["open"])
+@pytest.mark.parametrize("seed", range(2))
+async def test_lost_and_repeated_messages_change_no_answer(
+    house: House, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """On the control link one message in twenty is lost, one comes twice: what was missed is asked for."""
+    random = Random(seed)
+    await house.start(PrefillWorker)
+    for _ in range(2):
+        await house.start(DecodeWorker)
+    honest_worker, honest_router = RouterLink.send, WorkerLinks._send
+    lost: list[str] = []
+
+    async def from_worker(link: Any, message: Any) -> None:
+        for _ in range(copies(message)):
+            await honest_worker(link, message)
+
+    async def from_router(links: Any, identity: bytes, message: Any) -> bool:
+        return all([await honest_router(links, identity, message) for _ in range(copies(message))])
+
+    def copies(message: Any) -> int:
+        count = random.choices([0, 1, 2], [1, 18, 1])[0]
+        if count == 0:
+            lost.append(type(message).__name__)
+        return count
+
+    monkeypatch.setattr(RouterLink, "send", from_worker)
+    monkeypatch.setattr(WorkerLinks, "_send", from_router)
+
+    async def ask(n: int) -> None:
+        flow = house.flow([n + 1, *PROMPT[n % 5 :]], 20, probe_s=0.05, max_recoveries=4)
+        await flow.start()
+        tokens: list[int] = []
+        reason = None
+        while reason is None:
+            fresh, reason = await flow.next()
+            tokens += fresh
+        await flow.close()
+        assert tokens == answer([n + 1, *PROMPT[n % 5 :]], 20)
+
+    async with asyncio.timeout(20):
+        for turn in range(5):
+            await asyncio.gather(*(ask(5 * turn + n) for n in range(5)))
+    assert lost
+    monkeypatch.undo()
+    await house.idle()
+
+
+@pytest.mark.parametrize("house", [False], indirect=True, ids=["open"])
+async def test_a_worker_takes_nothing_that_is_not_for_its_role(house: House) -> None:
+    worker = house.workers[await house.start(DecodeWorker)][0]
+    worker.received("router", prefill_job("r", PROMPT))
+    assert worker.counters.dropped == {"PrefillJob/refused": 1}
+    await house.idle()
+
+
+@pytest.mark.parametrize("house", [False], indirect=True, ids=["open"])
+async def test_a_leak_is_found_when_the_worker_is_idle(house: House) -> None:
+    await house.start(DecodeWorker)
+    worker = next(iter(house.workers.values()))[0]
+    await house.ask(PROMPT, 3)
+    assert worker.counters.ledger_faults == 0
+    leaked = worker.engine.blocks.take(1)
+    await house.ask(PROMPT, 3)
+    await house.until(lambda: worker.counters.ledger_faults == 1)
+    worker.engine.blocks.drop(leaked)
+    await house.idle()

@@ -1,0 +1,137 @@
+"""Where one request is: the workers that hold something of it, and what is sent to them.
+
+``source`` gives the KV: a prefill worker, or a decode worker that hands over. ``decoder`` takes it.
+Whatever they are given is booked with them (``WorkerEntry.bound``), and taken back exactly once.
+"""
+
+from __future__ import annotations
+
+from pagerelay.common.wire.messages import (
+    Abort,
+    DecodeJob,
+    KvHandle,
+    PrefillJob,
+    Probe,
+    SamplingParams,
+    Suspend,
+)
+from pagerelay.router.links import WorkerLinks
+from pagerelay.router.policy import RoutingPolicy
+from pagerelay.router.registry import Bound, WorkerEntry
+
+
+class Placement:
+    def __init__(
+        self,
+        request_id: str,
+        order: int,
+        sampling: SamplingParams,
+        flow: Bound,
+        links: WorkerLinks,
+        policy: RoutingPolicy,
+    ) -> None:
+        self.source: WorkerEntry | None = None
+        self.decoder: WorkerEntry | None = None
+        self._request_id = request_id
+        self._order = order
+        self._sampling = sampling
+        self._flow = flow
+        self._links = links
+        self._policy = policy
+
+    def is_with(self, worker_id: str) -> bool:
+        return any(entry.worker_id == worker_id for entry in (self.source, self.decoder) if entry is not None)
+
+    def _blocks_needed(self, num_tokens: int) -> int:
+        layout = self._links.registry.layout()
+        return 1 if layout is None else -(-num_tokens // layout.block_size)
+
+    def decoder_for(self, num_tokens: int) -> str | None:
+        """Id of the decode worker that would get a sequence of this length now, on its load of this
+        moment."""
+        views = self._links.registry.views("decode", "colocated")
+        return self._policy.decode(views, self._blocks_needed(num_tokens))
+
+    def _book(self, worker_id: str | None) -> WorkerEntry | None:
+        entry = self._links.registry.chosen(worker_id) if worker_id is not None else None
+        if entry is not None:
+            entry.bound[self._request_id] = self._flow
+        return entry
+
+    async def to_prefill(self, attempt: int, token_ids: list[int], first_index: int) -> WorkerEntry | None:
+        """Sends the prompt to a prefill worker; ``None`` if there is none that could take it."""
+        views = self._links.registry.views("prefill")
+        entry = self._book(self._policy.prefill(views, self._blocks_needed(len(token_ids))))
+        if entry is None:
+            return None
+        self.source = entry
+        entry.tokens_due[self._request_id] = len(token_ids)
+        job = PrefillJob(
+            request_id=self._request_id,
+            attempt=attempt,
+            order=self._order,
+            token_ids=token_ids,
+            sampling=self._sampling,
+            first_index=first_index,
+        )
+        await self._links.send(entry, job)
+        return entry
+
+    async def to_decoder(
+        self, attempt: int, token_ids: list[int], first_index: int, handle: KvHandle | None
+    ) -> WorkerEntry | None:
+        """Sends the tokens whose KV is to be fetched, or without a handle computed, to a decode worker;
+        ``None`` if there is none."""
+        entry = self._book(self.decoder_for(len(token_ids)))
+        if entry is None:
+            return None
+        self.decoder = entry
+        job = DecodeJob(
+            request_id=self._request_id,
+            attempt=attempt,
+            order=self._order,
+            token_ids=token_ids,
+            sampling=self._sampling,
+            first_index=first_index,
+            handle=handle,
+        )
+        await self._links.send(entry, job)
+        return entry
+
+    def first_token_due(self) -> bool:
+        """True once for each prompt: the first token that the source sends."""
+        due = self.source.tokens_due if self.source is not None else {}
+        return due.pop(self._request_id, None) is not None
+
+    def kv_arrived(self) -> None:
+        """The source has nothing more to do with it."""
+        if self.source is not None:
+            self.source.release(self._request_id)
+            self.source = None
+
+    def turn_over(self) -> None:
+        """The decoder gives its KV from now on."""
+        self.source, self.decoder = self.decoder, None
+
+    async def probe(self, attempt: int, next_index: int) -> None:
+        """Asks the worker whose turn it is to say again what we may have missed."""
+        await self._send(
+            self.decoder or self.source,
+            Probe(request_id=self._request_id, attempt=attempt, next_index=next_index),
+        )
+
+    async def suspend(self, attempt: int) -> None:
+        await self._send(self.decoder, Suspend(request_id=self._request_id, attempt=attempt))
+
+    async def _send(self, entry: WorkerEntry | None, message: Probe | Suspend | Abort) -> None:
+        if entry is not None and self._links.registry.find_alive(entry):
+            await self._links.send(entry, message)
+
+    async def release(self, attempt: int, abort: bool) -> None:
+        """Nobody holds it any more. ``abort``: those who did do not know that yet."""
+        holders, self.source, self.decoder = (self.source, self.decoder), None, None
+        for entry in holders:
+            if entry is not None:
+                entry.release(self._request_id)
+                if abort:
+                    await self._send(entry, Abort(request_id=self._request_id, attempt=attempt))
