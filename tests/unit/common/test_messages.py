@@ -10,7 +10,7 @@ from engines import handle_for, make_pool
 
 from pagerelay.common.errors import WireError
 from pagerelay.common.wire import messages as m
-from pagerelay.common.wire.codec import MAX_CONTROL_BYTES, Decoder, encode
+from pagerelay.common.wire.codec import CRC_BYTES, MAX_CONTROL_BYTES, Decoder, encode, sealed
 
 LAYOUT = make_pool(1).layout
 HANDLE = handle_for(3, 5, make_pool(1))
@@ -103,6 +103,13 @@ LINKS: list[tuple[str, Any, list[m.Message]]] = [
         ],
     ),
 ]
+
+
+def unpacked(message: m.Message) -> Any:
+    """The fields of a message's frame."""
+    return msgspec.msgpack.decode(encode(message)[:-CRC_BYTES])
+
+
 EVERY = [
     pytest.param(union, message, id=type(message).__name__) for _, union, sent in LINKS for message in sent
 ]
@@ -125,22 +132,22 @@ def test_what_is_sent_arrives(union: Any, message: m.Message) -> None:
 
 @pytest.mark.parametrize(("union", "message"), EVERY)
 def test_a_newer_versions_optional_field_is_tolerated(union: Any, message: m.Message) -> None:
-    fields = msgspec.msgpack.decode(encode(message)) | {"invented_later": {"a": [1]}}
-    assert Decoder[Any](union)(msgspec.msgpack.encode(fields)) == message
+    fields = unpacked(message) | {"invented_later": {"a": [1]}}
+    assert Decoder[Any](union)(sealed(msgspec.msgpack.encode(fields))) == message
 
 
 @pytest.mark.parametrize(("union", "message"), EVERY)
 def test_a_missing_or_mistyped_field_is_refused_by_name(union: Any, message: m.Message) -> None:
-    fields = msgspec.msgpack.decode(encode(message))
+    fields = unpacked(message)
     decode: Decoder[Any] = Decoder(union)
     optional = {field.encode_name for field in msgspec.structs.fields(type(message)) if not field.required}
     for name in set(fields) - {"type"}:
         if name not in optional:
             missing = {key: value for key, value in fields.items() if key != name}
             with pytest.raises(WireError, match=rf"missing required field `{name}`"):
-                decode(msgspec.msgpack.encode(missing))
+                decode(sealed(msgspec.msgpack.encode(missing)))
         with pytest.raises(WireError, match=rf"`\$\.{name}[\[`]"):
-            decode(msgspec.msgpack.encode(fields | {name: {1: None}}))
+            decode(sealed(msgspec.msgpack.encode(fields | {name: {1: None}})))
 
 
 @pytest.mark.parametrize(
@@ -154,9 +161,9 @@ def test_a_missing_or_mistyped_field_is_refused_by_name(union: Any, message: m.M
     ],
 )
 def test_a_wrong_type_names_its_path(change: dict[str, Any], path: str) -> None:
-    fields = msgspec.msgpack.decode(encode(m.PrefillJob(**JOB))) | change
+    fields = unpacked(m.PrefillJob(**JOB)) | change
     with pytest.raises(WireError, match=path):
-        Decoder[Any](m.ToWorker)(msgspec.msgpack.encode(fields))
+        Decoder[Any](m.ToWorker)(sealed(msgspec.msgpack.encode(fields)))
 
 
 def test_a_link_takes_only_its_own_messages() -> None:
@@ -165,10 +172,10 @@ def test_a_link_takes_only_its_own_messages() -> None:
 
 
 def test_an_enum_is_closed() -> None:
-    fields = msgspec.msgpack.decode(encode(m.Tokens(deltas=[DELTA])))
+    fields = unpacked(m.Tokens(deltas=[DELTA]))
     fields["deltas"][0]["finish_reason"] = "bored"
     with pytest.raises(WireError, match=r"\$\.deltas\[0\]\.finish_reason"):
-        Decoder[Any](m.ToRouter)(msgspec.msgpack.encode(fields))
+        Decoder[Any](m.ToRouter)(sealed(msgspec.msgpack.encode(fields)))
 
 
 @pytest.mark.parametrize(
@@ -180,8 +187,8 @@ def test_an_enum_is_closed() -> None:
         b"\x90",
         b"\x91" * 100_000,
         b"\x81\xa1a" * 50_000,
-        encode(m.PrefillJob(**JOB))[:-1],
-        encode(m.Beat()) + b"\x00",
+        encode(m.PrefillJob(**JOB))[: -1 - CRC_BYTES],
+        encode(m.Beat())[:-CRC_BYTES] + b"\x00",
         b"\xdd\xff\xff\xff\xff",
         b"\xdf\xff\xff\xff\xff",
         b"\xc6\xff\xff\xff\xff",
@@ -190,7 +197,21 @@ def test_an_enum_is_closed() -> None:
 )
 def test_rubbish_is_refused(frame: bytes) -> None:
     with pytest.raises(WireError, match="undecodable frame"):
+        Decoder[Any](m.ToWorker)(sealed(frame))
+    with pytest.raises(WireError, match="a damaged frame"):
         Decoder[Any](m.ToWorker)(frame)
+
+
+def test_a_frame_with_one_bit_flipped_or_cut_anywhere_is_refused() -> None:
+    frame, decode = encode(m.Tokens(deltas=[DELTA])), Decoder[Any](m.ToRouter)
+    for bit in range(8 * len(frame)):
+        flipped = bytearray(frame)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(WireError, match="a damaged frame"):
+            decode(bytes(flipped))
+    for length in range(len(frame)):
+        with pytest.raises(WireError, match="a damaged frame"):
+            decode(frame[:length])
 
 
 def test_a_frame_over_the_limit_is_refused_before_it_is_read() -> None:
