@@ -36,10 +36,11 @@ Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 @dataclass(slots=True)
 class Inbox:
-    """News about one lease. ``reads``: answers due for blocks asked for over the wire, in the order asked."""
+    """News about one lease. ``reads``: answers due for blocks asked for over the wire, by the ids asked for:
+    an answer that was lost or came twice must not be taken for another one's."""
 
     news: asyncio.Queue[ToDecode] = field(default_factory=asyncio.Queue)
-    reads: list[asyncio.Future[list[memoryview]]] = field(default_factory=list)
+    reads: dict[tuple[int, ...], asyncio.Future[list[memoryview]]] = field(default_factory=dict)
 
 
 class PeerLink:
@@ -84,7 +85,7 @@ class PeerLink:
 
     def close_lease(self, lease: int) -> None:
         inbox = self._inboxes.pop(lease, None)
-        for read in inbox.reads if inbox is not None else ():
+        for read in inbox.reads.values() if inbox is not None else ():
             read.cancel()
 
     async def read(self, lease: int, block_ids: Sequence[int]) -> list[memoryview]:
@@ -92,7 +93,7 @@ class PeerLink:
         if inbox is None:
             raise TransferError("the lease is closed")
         answer: asyncio.Future[list[memoryview]] = asyncio.get_running_loop().create_future()
-        inbox.reads.append(answer)
+        inbox.reads[tuple(block_ids)] = answer
         await self.send(Read(lease=lease, block_ids=list(block_ids)))
         return await answer
 
@@ -115,13 +116,12 @@ class PeerLink:
             if inbox is None:
                 continue  # late news about a lease that is no longer ours
             if isinstance(message, Blocks):
-                if inbox.reads:
-                    read = inbox.reads.pop(0)
-                    if not read.done():
-                        read.set_result(frames[1:])
+                due = inbox.reads.pop(tuple(message.block_ids), None)
+                if due is not None and not due.done():
+                    due.set_result(frames[1:])
                 continue
             if isinstance(message, LeaseLost):
-                for read in inbox.reads:
+                for read in inbox.reads.values():
                     if not read.done():
                         read.set_exception(TransferError(f"the lease is gone: {message.reason}"))
                 inbox.reads.clear()
