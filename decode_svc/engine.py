@@ -229,6 +229,13 @@ class DecodeEngine(EngineCore):
     def _failed(self, seq: Sequence) -> None:
         self._end(seq, "ABORTED")
 
+    def _repeat(self, seq: Sequence, next_index: int) -> None:
+        missed = range(max(next_index, seq.first_index), seq.next_index)
+        tokens = seq.token_ids[seq.num_given + missed.start - seq.first_index :]
+        if tokens:
+            deltas = [self._delta(seq, token, index) for index, token in zip(missed, tokens, strict=True)]
+            self._outbox.to_router.append((seq.owner, Tokens(deltas=deltas)))
+
     # ------------------------------------------------------------------ reading
 
     def num_waiting(self) -> int:

@@ -28,6 +28,7 @@ from pagerelay.common.states import PREFILL, Machine
 from pagerelay.common.wire.messages import (
     Commit,
     Fetch,
+    FinishReason,
     FirstToken,
     KvHandle,
     LeaseLost,
@@ -167,14 +168,25 @@ class PrefillEngine(EngineCore):
         lease = Lease(self._last_lease, seq, seq.num_tokens)
         self.leases[lease.id] = lease
         self._lease_of[seq.request_id] = lease
+        self._tell_started(lease)
+
+    def _tell_started(self, lease: Lease) -> None:
+        seq = lease.seq
         started = PrefillStarted(
             request_id=seq.request_id,
             attempt=seq.attempt,
-            handle=self._handle(lease.id, seq.num_tokens),
+            handle=self._handle(lease.id, lease.num_tokens),
             queued_s=0.0,
             num_cached_tokens=seq.num_cached,
         )
         self._outbox.to_router.append((seq.owner, started))
+
+    def _repeat(self, seq: Sequence, next_index: int) -> None:
+        lease = self._lease_of.get(seq.request_id)
+        if lease is not None:
+            self._tell_started(lease)
+            if lease.first_token is not None:
+                self._tell_first(seq, lease.first_token, seq.first_index, None)
 
     def _short(self, seq: Sequence) -> bool:
         return False  # a prompt has all its blocks from the start; this is never asked with one token to go
@@ -187,12 +199,7 @@ class PrefillEngine(EngineCore):
 
     def _sampled(self, seq: Sequence, token: int, index: int) -> None:
         reason = seq.finish_reason(token, index, self.facts.eos_token_ids, self.facts.max_model_len)
-        delta = TokenDelta(
-            request_id=seq.request_id, attempt=seq.attempt, index=index, token=token, finish_reason=reason
-        )
-        computed = seq.num_computed - seq.num_cached
-        first = FirstToken(delta=delta, prefill_s=0.0, num_computed_tokens=computed)
-        self._outbox.to_router.append((seq.owner, first))
+        self._tell_first(seq, token, index, reason)
         lease = self._lease_of[seq.request_id]
         if reason is not None:
             self._end(seq, "RELEASED", "the first token ended the answer")
@@ -202,6 +209,14 @@ class PrefillEngine(EngineCore):
         self.blocks.move(seq.block_ids, "held", "leased")
         lease.first_token = token
         self._announce(lease)
+
+    def _tell_first(self, seq: Sequence, token: int, index: int, reason: FinishReason | None) -> None:
+        delta = TokenDelta(
+            request_id=seq.request_id, attempt=seq.attempt, index=index, token=token, finish_reason=reason
+        )
+        computed = seq.num_computed - seq.num_cached
+        first = FirstToken(delta=delta, prefill_s=0.0, num_computed_tokens=computed)
+        self._outbox.to_router.append((seq.owner, first))
 
     # ------------------------------------------------------------------ leases
 

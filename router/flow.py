@@ -13,7 +13,8 @@ States (``common/states.py`` has the table)::
     → FINISHED | FAILED | ABORTED; whichever way it ends, workers that may hold something are told once
 
 The journal is ``emitted``. A token counts when its index is the next one due: what comes twice (both P and D
-send the first token; a late attempt) is dropped, and a gap means that something was lost: it recovers.
+send the first token; a late attempt) is dropped. A gap, or silence, may mean that a message was lost: the worker is asked, and says again what it has,
+or that it knows nothing of the request, which recovers then.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pagerelay.common.errors import DeadlineExceeded, InvalidRequest, Unavailabl
 from pagerelay.common.states import ROUTER, Machine
 from pagerelay.common.wire.messages import (
     Abort,
+    Ask,
     DecodeJob,
     Failed,
     FinishReason,
@@ -58,6 +60,8 @@ class FlowSettings:
     max_recoveries: int
     rejoin_wait_s: float = 1.0
     """With the 3 s until a silent worker is taken for dead, an answer that cannot go on ends within 5 s."""
+    ask_after_s: float = 1.0
+    """Without progress for this long, the worker that is due to make some is asked about the request."""
 
 
 @dataclass(slots=True)
@@ -110,6 +114,8 @@ class RequestFlow:
         self._decode: WorkerEntry | None = None
         self._preemptions = 0
         self._done = False
+        self._progress_at = self._asked_at = 0.0
+        """On the event loop's clock: the last new state or token, and the last question to a worker."""
 
     @property
     def state(self) -> str:
@@ -167,23 +173,16 @@ class RequestFlow:
         patience = (
             self._settings.stall_timeout_s if self.state == "DECODING" else self._settings.queue_timeout_s
         )
-        try:
-            event = self._inbox.get_nowait()
-        except asyncio.QueueEmpty:
-            was = self.state.lower()
-            try:
-                # Not wait_for: on Python 3.11 it can swallow a cancellation that comes together with the
-                # item.
-                async with asyncio.timeout(patience):
-                    event = await self._inbox.get()
-            except TimeoutError:
-                if self.state == "DECODING":
-                    await self._recover("stall", f"the decode worker was silent for {patience:g} s")
-                    return []
-                self._move("FAILED")
-                raise DeadlineExceeded(
-                    f"no progress for {patience:g} s while {was}; the cluster is overloaded or stuck"
-                ) from None
+        event = await self._event(patience)
+        if event is None:
+            was = self.state
+            if was == "DECODING":
+                await self._recover("stall", f"the decode worker was silent for {patience:g} s")
+                return []
+            self._move("FAILED")
+            raise DeadlineExceeded(
+                f"no progress for {patience:g} s while {was.lower()}; the cluster is overloaded or stuck"
+            )
         if isinstance(event, TokenDelta):
             return await self._accept(event)
         if isinstance(event, _Lost):
@@ -196,17 +195,47 @@ class RequestFlow:
             return []
         return await self._on_news(event)
 
+    async def _event(self, patience: float) -> TokenDelta | RequestNews | _Lost | None:
+        """The next piece of news; asks for it now and then. ``None``: no progress for ``patience`` seconds."""
+        now = asyncio.get_running_loop().time
+        while self._inbox.empty():
+            left = self._progress_at + patience - now()
+            if left <= 0:
+                return None
+            try:
+                # Not wait_for: on Python 3.11 it can swallow a cancellation that comes together with the
+                # item.
+                async with asyncio.timeout(min(left, self._settings.ask_after_s)):
+                    return await self._inbox.get()
+            except TimeoutError:
+                if now() < self._progress_at + patience:
+                    await self._ask()
+        return self._inbox.get_nowait()
+
+    async def _ask(self) -> None:
+        """Asks the worker that is due to make progress, not more often than every ``ask_after_s``."""
+        now = asyncio.get_running_loop().time()
+        entry = self._decode or self._prefill
+        if entry is None or now - self._asked_at < self._settings.ask_after_s / 2:
+            return
+        self._asked_at = now
+        ask = Ask(request_id=self.request_id, attempt=self.attempt, next_index=len(self.emitted))
+        await self._links.send(entry, ask)
+
     async def _on_news(self, event: RequestNews) -> list[TokenDelta]:
         match event:
             case PrefillStarted():
+                if self.state != "PREFILLING" or self._decode is not None:
+                    return []  # said twice
                 self.times.queue_s = event.queued_s
                 self._metrics.queue.observe(event.queued_s)
                 # One token is all that is wanted: it comes from P, and no decode worker is troubled.
                 if self._sampling.max_tokens > len(self.emitted) + 1:
                     await self._hand_off(event.handle)
             case FirstToken():
-                self.times.prefill_s = event.prefill_s
-                self._metrics.prefill.observe(event.prefill_s)
+                if event.delta.index == len(self.emitted):
+                    self.times.prefill_s = event.prefill_s
+                    self._metrics.prefill.observe(event.prefill_s)
                 if self._prefill is not None:
                     self._prefill.tokens_due.pop(self.request_id, None)
                 return await self._accept(event.delta)
@@ -226,8 +255,9 @@ class RequestFlow:
         return []
 
     def _handed_over(self, event: HandedOver) -> None:
-        if self.state == "HANDOFF":
-            self._move("DECODING")
+        if self.state != "HANDOFF":
+            return  # said twice
+        self._move("DECODING")
         self.transport = event.transport
         if event.transport == "local":
             self._metrics.recomputed_tokens.inc(event.num_computed_tokens)
@@ -241,16 +271,17 @@ class RequestFlow:
 
     async def _accept(self, delta: TokenDelta) -> list[TokenDelta]:
         """The delta if it is the next one due. Each worker's news come in order, and D repeats P's token
-        before its own, so a gap means that a message was lost with a connection."""
+        before its own, so a gap means that a message was lost: D is asked for it, and has it unless it ended."""
         if delta.attempt != self.attempt:
             self._metrics.late_messages.inc()
             return []
         if delta.index > len(self.emitted):
-            await self._recover("gap", f"token {delta.index} came where {len(self.emitted)} was due")
+            await self._ask()
             return []
         if delta.index < len(self.emitted):
             return []
         self.emitted.append(delta.token)
+        self._progress_at = asyncio.get_running_loop().time()
         return [delta]
 
     # ------------------------------------------------------------------ dispatch and recovery
@@ -359,3 +390,4 @@ class RequestFlow:
 
     def _move(self, state: str) -> None:
         self._machine.move(state)
+        self._progress_at = asyncio.get_running_loop().time()

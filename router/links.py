@@ -12,6 +12,7 @@ from pagerelay.common.wire.auth import CurveKeys
 from pagerelay.common.wire.codec import Decoder, encode
 from pagerelay.common.wire.messages import (
     Abort,
+    Ask,
     Beat,
     DecodeJob,
     Failed,
@@ -110,7 +111,7 @@ class WorkerLinks:
             else:
                 self._on_dropped()
 
-    async def send(self, entry: WorkerEntry, message: PrefillJob | DecodeJob | Abort) -> bool:
+    async def send(self, entry: WorkerEntry, message: PrefillJob | DecodeJob | Ask | Abort) -> bool:
         """False if the worker cannot be reached: it is taken for gone, and what it held recovers."""
         if await self._send(entry.identity, message):
             return True

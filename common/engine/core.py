@@ -24,7 +24,7 @@ from pagerelay.common.model.batch import Batch, Row, build_batch
 from pagerelay.common.model.runner import ModelFacts, ModelRunner
 from pagerelay.common.model.sampler import SampleRequest, sample
 from pagerelay.common.states import Machine
-from pagerelay.common.wire.messages import BlockCounts, DecodeJob, Failed, Message, PrefillJob
+from pagerelay.common.wire.messages import Ask, BlockCounts, DecodeJob, Failed, Message, PrefillJob
 
 
 def _nothing() -> None:
@@ -209,6 +209,22 @@ class EngineCore(ABC):
             if seq is not None and seq.attempt <= attempt:
                 self._end(seq, "ABORTED", "the request was taken back")
 
+    def ask(self, owner: str, message: Ask) -> None:
+        """The router misses news of a request: says them again, or that it is not here (any more)."""
+        with self.lock:
+            seq = self._by_request.get(message.request_id)
+            if seq is not None and seq.attempt == message.attempt:
+                self._repeat(seq, message.next_index)
+                return
+            lost = Failed(
+                request_id=message.request_id,
+                attempt=message.attempt,
+                code="message_lost",
+                message="a message about this request was lost",
+                retryable=True,
+            )
+            self._outbox.to_router.append((owner, lost))
+
     def drop_owner(self, owner: str) -> int:
         """The router is gone, and nobody waits for its requests. Returns how many there were."""
         with self.lock:
@@ -226,6 +242,10 @@ class EngineCore(ABC):
     @abstractmethod
     def _failed(self, seq: Sequence) -> None:
         """The step it was in raised."""
+
+    @abstractmethod
+    def _repeat(self, seq: Sequence, next_index: int) -> None:
+        """Says again what the router may have missed, its tokens from ``next_index`` on."""
 
     @abstractmethod
     def _admitted(self, seq: Sequence) -> None:

@@ -27,6 +27,7 @@ from pagerelay.common.service.link import RouterLink, monotonic
 from pagerelay.common.wire.auth import CurveKeys
 from pagerelay.common.wire.messages import (
     Abort,
+    Ask,
     Counters,
     Drain,
     Heartbeat,
@@ -292,6 +293,8 @@ class Worker(ABC):
     def received(self, router_id: str, message: ToWorker) -> None:
         if isinstance(message, Abort):
             self.engine.abort(message.request_id, message.attempt)
+        elif isinstance(message, Ask):
+            self.engine.ask(router_id, message)
         elif isinstance(message, Drain):
             self._stopped.set()
         elif not self.submit(router_id, message):

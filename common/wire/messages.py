@@ -4,7 +4,7 @@
 link               messages
 =================  ============================================================================
 worker → router    Hello, Heartbeat, PrefillStarted, FirstToken, Tokens, Preempted, Failed, Goodbye
-router → worker    Welcome, Refused, Beat, Drain, PrefillJob, DecodeJob, Abort
+router → worker    Welcome, Refused, Beat, Drain, PrefillJob, DecodeJob, Ask, Abort
 D → P              Fetch, Read, Renew, Release
 P → D              Ready, Blocks (+ one raw frame a block), Commit, Released, LeaseLost
 =================  ============================================================================
@@ -288,6 +288,18 @@ class DecodeJob(Message, frozen=True):
     """``None``: no prefill worker serves this request; compute the prompt here."""
 
 
+class Ask(Message, frozen=True):
+    """Nothing was heard of this request for a while, or a token is missing: a message may have been lost.
+
+    Who has the request says again what there is to say of it, its tokens from ``next_index`` on; who has it
+    not answers ``Failed(message_lost)``. Asked twice it changes nothing.
+    """
+
+    request_id: str
+    attempt: int
+    next_index: int
+
+
 class Abort(Message, frozen=True):
     request_id: str
     attempt: int
@@ -366,6 +378,6 @@ class LeaseLost(Message, frozen=True):
 ToRouter = (
     Hello | Heartbeat | PrefillStarted | FirstToken | Tokens | HandedOver | Preempted | Failed | Goodbye
 )
-ToWorker = Welcome | Refused | Beat | Drain | PrefillJob | DecodeJob | Abort
+ToWorker = Welcome | Refused | Beat | Drain | PrefillJob | DecodeJob | Ask | Abort
 ToPrefill = Fetch | Read | Renew | Release
 ToDecode = Ready | Blocks | Commit | Released | LeaseLost

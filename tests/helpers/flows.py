@@ -10,6 +10,7 @@ from msgspec import structs
 
 from pagerelay.common.wire.messages import (
     Abort,
+    Ask,
     DecodeJob,
     Failed,
     FinishReason,
@@ -69,7 +70,7 @@ class Links:
         self.sent: list[tuple[str, Any]] = []
         self.broken: set[str] = set()
 
-    async def send(self, entry: WorkerEntry, message: PrefillJob | DecodeJob | Abort) -> bool:
+    async def send(self, entry: WorkerEntry, message: PrefillJob | DecodeJob | Ask | Abort) -> bool:
         self.sent.append((entry.worker_id, message))
         await asyncio.sleep(0)
         if entry.worker_id in self.broken:
@@ -119,6 +120,7 @@ class House:
         queue_timeout_s: float = 5.0,
         stall_timeout_s: float = 5.0,
         rejoin_wait_s: float = 0.0,
+        ask_after_s: float = 1.0,
     ) -> Driven:
         flow = RequestFlow(
             request_id="r",
@@ -128,7 +130,9 @@ class House:
             links=self.links,  # type: ignore[arg-type]
             policy=LeastLoad(),
             metrics=self.metrics,
-            settings=FlowSettings(queue_timeout_s, stall_timeout_s, max_recoveries, rejoin_wait_s),
+            settings=FlowSettings(
+                queue_timeout_s, stall_timeout_s, max_recoveries, rejoin_wait_s, ask_after_s
+            ),
             clock=self.clock,
         )
         return Driven(self, flow, prompt, sampling)
@@ -147,6 +151,9 @@ class Driven:
     def handle(self, num_tokens: int | None = None) -> KvHandle:
         tokens = len(self.prompt) + len(self.flow.emitted) if num_tokens is None else num_tokens
         return handle_for(1, tokens, self.house.pool)
+
+    def ask(self, next_index: int) -> Ask:
+        return Ask(request_id="r", attempt=self.flow.attempt, next_index=next_index)
 
     def delta(
         self, index: int, token: int, reason: FinishReason | None = None, attempt: int | None = None

@@ -57,6 +57,8 @@ class Request:
     preempted: int = 0
     failures: list[str] = field(default_factory=list)
     aborted: bool = False
+    handed_off: int = 0
+    """The last attempt that a decode worker was given."""
 
     @property
     def over(self) -> bool:
@@ -110,6 +112,9 @@ class Hands:
             self.flight.append((self._at_decode, job))
 
     def _hand_off(self, request: Request, handle: KvHandle) -> None:
+        if request.handed_off == request.attempt:
+            return  # said twice
+        request.handed_off = request.attempt
         job = DecodeJob(
             request_id=request.request_id,
             attempt=request.attempt,

@@ -78,6 +78,7 @@ LINKS: list[tuple[str, Any, list[m.Message]]] = [
             m.Drain(),
             m.PrefillJob(**JOB),
             m.DecodeJob(**JOB, handle=HANDLE),
+            m.Ask(request_id="r", attempt=1, next_index=2),
             m.Abort(request_id="r", attempt=1),
         ],
     ),

@@ -23,7 +23,15 @@ from engines import (
     sent_to_router,
 )
 
-from pagerelay.common.wire.messages import Failed, HandedOver, Preempted, SamplingParams, TokenDelta, Tokens
+from pagerelay.common.wire.messages import (
+    Ask,
+    Failed,
+    HandedOver,
+    Preempted,
+    SamplingParams,
+    TokenDelta,
+    Tokens,
+)
 from pagerelay.decode_svc.engine import DecodeEngine, Intake
 
 PROMPT = list(range(1, 11))
@@ -552,3 +560,32 @@ def test_a_preemption_alone_is_news() -> None:
     engine.on_planned = lambda: told.extend(preempted(engine))
     assert not engine.step()
     assert told == ["young"]
+
+
+# ------------------------------------------------------------------ asked by the router
+
+
+def test_asked_it_says_its_tokens_again_or_that_the_request_is_not_here() -> None:
+    engine = decode_engine()
+    running(engine, sampling=greedy(6))
+    for _ in range(3):
+        engine.step()
+    engine.take_outbox()
+    expected = answer(PROMPT, 4)
+    for next_index in (0, 2, 3, 4):
+        engine.ask("router", Ask(request_id="r", attempt=1, next_index=next_index))
+        again = deltas(sent_to_router(engine))
+        assert [delta.index for delta in again] == list(range(next_index, 4))
+        assert [delta.token for delta in again] == expected[next_index:]
+    for request_id, attempt in (("other", 1), ("r", 2)):
+        engine.ask("router", Ask(request_id=request_id, attempt=attempt, next_index=0))
+        (failed,) = sent_to_router(engine)
+        assert (failed.request_id, failed.attempt, failed.code, failed.retryable) == (
+            request_id,
+            attempt,
+            "message_lost",
+            True,
+        )
+    submit(engine, "waiting")
+    engine.ask("router", Ask(request_id="waiting", attempt=1, next_index=0))
+    assert sent_to_router(engine) == [], "there is nothing to say of it yet"

@@ -24,6 +24,7 @@ from engines import (
 from msgspec import structs
 
 from pagerelay.common.wire.messages import (
+    Ask,
     Commit,
     Failed,
     Fetch,
@@ -571,3 +572,23 @@ def test_a_step_that_fails_fails_its_requests_and_nothing_else() -> None:
     assert [type(message) for _, message in run] == [PrefillStarted, FirstToken]
     engine.abort("t", 1)
     assert_idle(engine)
+
+
+# ------------------------------------------------------------------ asked by the router
+
+
+def test_asked_it_says_again_what_it_has_said() -> None:
+    engine = prefill_engine()
+    ask = Ask(request_id="r", attempt=1, next_index=0)
+    engine.submit("router", prefill_job("r", PROMPT))
+    engine.ask("router", ask)
+    assert sent_to_router(engine) == [], "it waits: there is nothing to say"
+    said = [message for _, message in run_dry(engine).to_router]
+    engine.ask("router", ask)
+    assert sent_to_router(engine) == said
+    fetch(engine)
+    engine.release(DECODER, 1, received=True)
+    engine.take_outbox()
+    engine.ask("router", ask)
+    (failed,) = sent_to_router(engine)
+    assert (failed.code, failed.retryable) == ("message_lost", True)

@@ -278,7 +278,7 @@ DECODING: list[Any] = [
     pytest.param(lose("d1"), [], "worker_lost", id="D-lost"),
     pytest.param(fail("step_failed"), ["d1"], "step_failed", id="failed"),
     pytest.param(Driven.preempted, ["d1"], "preempted", id="preempted"),
-    pytest.param(lambda driven: driven.token(3, 14), ["d1"], "gap", id="gap"),
+    pytest.param(fail("message_lost"), ["d1"], "message_lost", id="lost"),
 ]
 
 
@@ -298,6 +298,50 @@ async def test_recovery_while_decoding(
     assert driven.flow.recoveries == (cause != "preempted")
     assert house.count("recoveries", cause=cause) == 1
     await finish(driven, [11, 12])
+
+
+async def test_a_gap_is_asked_about_and_filled() -> None:
+    house = House("p1", "d1")
+    driven = await decoding(house)
+    house.take_sent()
+    driven.token(3, 14)
+    driven.token(4, 15)
+    await settle(driven)
+    assert house.take_sent() == [("d1", driven.ask(2))], "asked once, however many tokens come ahead"
+    driven.tokens(driven.delta(2, 13), driven.delta(3, 14), driven.delta(4, 15, "length"))
+    assert await driven.flow.next() == ([13, 14, 15], "length")
+    assert driven.flow.recoveries == 0
+
+
+async def test_silence_is_asked_about_and_news_said_twice_count_once() -> None:
+    house = House("p1", "d1")
+    driven = await started(house, ask_after_s=0.01)
+    house.take_sent()
+    task = asyncio.create_task(driven.flow.next())
+    await asyncio.sleep(0.05)
+    sent = house.take_sent()
+    assert sent
+    assert all(one == ("p1", driven.ask(0)) for one in sent)
+    driven.started()
+    driven.started()
+    driven.first(0, 11)
+    assert await task == ([11], None)
+    assert [message for worker, message in house.take_sent() if worker == "d1"] == [driven.decode_job()]
+    driven.handed_over(0, 11)
+    driven.handed_over(0, 11)
+    driven.token(1, 12, "length")
+    assert await driven.flow.next() == ([12], "length")
+
+
+async def test_answers_that_bring_nothing_new_do_not_keep_a_request_alive() -> None:
+    house = House("p1", "d1")
+    driven = await handing_off(house, ask_after_s=0.01, queue_timeout_s=0.1)
+    task = asyncio.create_task(driven.flow.next())
+    while not task.done():
+        driven.started()
+        await asyncio.sleep(0.01)
+    with pytest.raises(DeadlineExceeded):
+        await task
 
 
 async def finish(driven: Driven, emitted: list[int]) -> None:
