@@ -199,6 +199,14 @@ class EngineCore(ABC):
             message = f"{seq.num_tokens} tokens do not fit this worker's limit of {self.max_model_len}"
             self._tell_failed(seq, "too_long", message, retryable=False)
             return None
+        named = (*seq.token_ids, *seq.sampling.stop_token_ids)
+        if min(named) < 0 or max(named) >= self.facts.vocab_size:
+            # It would fail the step it is in, and with it everybody else there.
+            message = (
+                f"token ids from {min(named)} to {max(named)}, the vocabulary has {self.facts.vocab_size}"
+            )
+            self._tell_failed(seq, "bad_job", message, retryable=False)
+            return None
         self._by_request[job.request_id] = seq
         return seq
 
@@ -277,6 +285,10 @@ class EngineCore(ABC):
         seq.block_ids = []
 
     # ------------------------------------------------------------------ reading
+
+    def knows(self, request_id: str) -> bool:
+        with self.lock:
+            return request_id in self._by_request
 
     def counts(self) -> BlockCounts:
         with self.lock:

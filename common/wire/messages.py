@@ -16,14 +16,19 @@ Times on the wire are durations in seconds, never clock readings: no two hosts' 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 
 PROTOCOL = 1
 
 Role = Literal["prefill", "decode", "colocated"]
 FinishReason = Literal["stop", "length"]
+
+Natural = Annotated[int, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Interval = Annotated[float, Meta(gt=0, le=86400)]
+"""Seconds. Bounds are checked when a message is decoded, and refuse NaN."""
 
 
 class Message(Struct, frozen=True, kw_only=True, gc=False, tag=True, array_like=False):
@@ -34,7 +39,8 @@ class Message(Struct, frozen=True, kw_only=True, gc=False, tag=True, array_like=
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True, gc=False):
-    """How to choose tokens; already validated by the router, so workers trust it.
+    """How to choose tokens; already validated by the router. What would break a step is refused at
+    decoding too.
 
     Randomness is a function of (``seed``, ``choice``, output position) alone, so neither the batch nor the
     worker nor a recovery changes a token. ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p``
@@ -42,14 +48,14 @@ class SamplingParams(Struct, frozen=True, kw_only=True, gc=False):
     included.
     """
 
-    max_tokens: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    choice: int = 0
-    min_tokens: int = 0
+    max_tokens: Natural
+    temperature: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
+    top_k: Natural = 0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    min_p: Share = 0.0
+    seed: Natural = 0
+    choice: Natural = 0
+    min_tokens: Natural = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
 
@@ -247,8 +253,8 @@ class Goodbye(Message, frozen=True):
 
 class Welcome(Message, frozen=True):
     router_id: str
-    heartbeat_s: float
-    dead_after_s: float
+    heartbeat_s: Interval
+    dead_after_s: Interval
 
 
 class Refused(Message, frozen=True):
@@ -273,7 +279,7 @@ class PrefillJob(Message, frozen=True):
     """Arrival number at the router: smaller is older, and older goes first."""
     token_ids: list[int]
     sampling: SamplingParams
-    first_index: int
+    first_index: Natural
     """Output position of the token this prefill samples; above 0 when it resumes an answer."""
 
 
@@ -283,7 +289,7 @@ class DecodeJob(Message, frozen=True):
     order: int
     token_ids: list[int]
     sampling: SamplingParams
-    first_index: int
+    first_index: Natural
     handle: KvHandle | None
     """``None``: no prefill worker serves this request; compute the prompt here."""
 
@@ -297,7 +303,7 @@ class Ask(Message, frozen=True):
 
     request_id: str
     attempt: int
-    next_index: int
+    next_index: Natural
 
 
 class Abort(Message, frozen=True):
@@ -314,7 +320,7 @@ class Fetch(Message, frozen=True):
     lease: int
     incarnation: str
     """Of the worker that gave the lease: another process at its address must not take it for its own."""
-    from_block: int
+    from_block: Natural
     layout: Layout
 
 
@@ -344,7 +350,7 @@ class Ready(Message, frozen=True):
     """Blocks ``first .. first + len(block_ids)`` of the prompt are final and may be read."""
 
     lease: int
-    first: int
+    first: Natural
     block_ids: list[int]
 
 
