@@ -1,4 +1,4 @@
-"""Command line: ``python -m pagerelay.bench load|compare|router``."""
+"""Command line: ``python -m pagerelay.bench load|compare|router|handover``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import msgspec
 
 from pagerelay.bench.client import is_loopback
 from pagerelay.bench.compare import CompareOptions, Spec, compare
+from pagerelay.bench.handover import HandoverOptions, measure_handover
 from pagerelay.bench.load import LoadOptions, load
 from pagerelay.bench.router import RouterOptions, measure_router
 from pagerelay.bench.stats import Slo
@@ -173,6 +174,18 @@ def _parser() -> argparse.ArgumentParser:
         help="of the scripted decode worker, for tokens/s (10)",
     )
     router.add_argument("--results", default="bench/results", metavar="DIR", help="folder of the report")
+
+    handover = commands.add_parser("handover", help="what a hand-over adds to the second token, by phase")
+    handover.add_argument("--model-path", required=True, help="model folder")
+    handover.add_argument(
+        "--requests", type=_whole(1, MAX_REQUESTS), default=200, help="one after another (200)"
+    )
+    handover.add_argument(
+        "--prompt-tokens", type=_whole(1, 100_000), default=128, help="of each prompt (128)"
+    )
+    handover.add_argument("--transport", choices=("shm", "tcp"), default="shm")
+    handover.add_argument("--seed", type=int, default=1, help="of the prompts")
+    handover.add_argument("--results", default="bench/results", metavar="DIR", help="folder of the report")
     return parser
 
 
@@ -217,6 +230,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if len(set(names)) < len(names):
                 parser.error("two specs have the same name")
             return asyncio.run(_ended_by_sigterm(compare(_compare_options(args))))
+        if args.command == "handover":
+            options = {name: getattr(args, name) for name in HandoverOptions.__struct_fields__}
+            return asyncio.run(_ended_by_sigterm(measure_handover(HandoverOptions(**options))))
         return asyncio.run(_ended_by_sigterm(measure_router(RouterOptions.of(args))))
     except (ValueError, OSError) as error:
         print(f"{parser.prog} {args.command}: {error}", file=sys.stderr)

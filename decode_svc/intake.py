@@ -24,6 +24,7 @@ from pagerelay.common.transport.base import TransferBackend
 from pagerelay.common.wire.messages import (
     Commit,
     Fetch,
+    HandoverPhases,
     LeaseLost,
     PoolAddress,
     Ready,
@@ -48,6 +49,7 @@ class Fetched:
     handover_s: float
     """From the commit's arrival to the lease's confirmation: what the split adds after the prefill has
     ended."""
+    phases: HandoverPhases
 
 
 class BackendChoice:
@@ -101,10 +103,10 @@ async def fetch_prompt(
     fetch = Fetch(
         lease=lease, incarnation=handle.incarnation, from_block=intake.from_block, layout=pool.layout
     )
+    opened_at, announced_at = clock(), 0.0
     news = await link.open(fetch)
     missing = set(range(intake.from_block, len(seq.block_ids)))
     commit: Commit | None = None
-    committed_at = 0.0
     moved = 0
     num_blocks = len(missing)
     confirmed = False
@@ -112,6 +114,7 @@ async def fetch_prompt(
         while missing or commit is None:
             again = msgspec.structs.replace(fetch, from_block=min(missing, default=len(seq.block_ids)))
             message = await _next(news, link, again, patience_s)
+            announced_at = announced_at or clock()
             if isinstance(message, Ready):
                 if message.first + len(message.block_ids) > len(seq.block_ids):
                     raise TransferError("the peer announced more blocks than the prompt has")
@@ -125,7 +128,8 @@ async def fetch_prompt(
                     raise TransferError(
                         f"the commit covers {message.num_tokens} tokens, {seq.num_given} are due"
                     )
-                commit, committed_at = message, clock()
+                commit = message
+        copied_at, committed_at = clock(), link.committed_at(lease)
         confirm = Release(lease=lease, received=True)
         await link.send(confirm)
         while not confirmed:
@@ -134,7 +138,15 @@ async def fetch_prompt(
                 if not message.ok:
                     raise TransferError("the lease ran out before the copy was confirmed")
                 confirmed = True
-        return Fetched(commit.first_token, backend.name, moved, num_blocks, clock() - committed_at)
+        confirmed_at = clock()
+        phases = HandoverPhases(
+            announce_s=announced_at - opened_at,
+            copy_s=copied_at - committed_at,
+            confirm_s=confirmed_at - copied_at,
+        )
+        return Fetched(
+            commit.first_token, backend.name, moved, num_blocks, confirmed_at - committed_at, phases
+        )
     finally:
         link.close_lease(lease)
         if not confirmed:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from pagerelay.common.wire.auth import CurveKeys
 from pagerelay.common.wire.codec import Decoder, encode
 from pagerelay.common.wire.messages import (
     Blocks,
+    Commit,
     Fetch,
     KvHandle,
     LeaseLost,
@@ -40,6 +42,8 @@ class Inbox:
     an answer that was lost or came twice must not be taken for another one's."""
 
     news: asyncio.Queue[ToDecode] = field(default_factory=asyncio.Queue)
+    committed_at: float = 0.0
+    """When the commit came, by the link's clock."""
     reads: dict[tuple[int, ...], asyncio.Future[list[memoryview]]] = field(default_factory=dict)
 
 
@@ -47,10 +51,16 @@ class PeerLink:
     """The data link to one incarnation of one prefill worker."""
 
     def __init__(
-        self, handle: KvHandle, keys: CurveKeys | None, spawn: Spawn, on_dropped: Callable[[], None]
+        self,
+        handle: KvHandle,
+        keys: CurveKeys | None,
+        spawn: Spawn,
+        on_dropped: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.worker_id = handle.worker_id
         self._on_dropped = on_dropped
+        self._clock = clock
         self.pool: PoolAddress = handle.pool
         self.last_used = 0.0
         self._socket = ClientSocket(
@@ -82,6 +92,10 @@ class PeerLink:
             self.close_lease(fetch.lease)
             raise
         return inbox.news
+
+    def committed_at(self, lease: int) -> float:
+        """When the lease's commit came: it may have waited behind earlier announcements' copies."""
+        return self._inboxes[lease].committed_at
 
     def close_lease(self, lease: int) -> None:
         inbox = self._inboxes.pop(lease, None)
@@ -125,6 +139,8 @@ class PeerLink:
                     if not read.done():
                         read.set_exception(TransferError(f"the lease is gone: {message.reason}"))
                 inbox.reads.clear()
+            if isinstance(message, Commit) and not inbox.committed_at:
+                inbox.committed_at = self._clock()
             inbox.news.put_nowait(message)
 
     async def close(self) -> None:
@@ -159,7 +175,7 @@ class Peers:
         link = self._links.get(handle.incarnation)
         if link is None:
             link = self._links[handle.incarnation] = PeerLink(
-                handle, self._keys, self._spawn, self._on_dropped
+                handle, self._keys, self._spawn, self._on_dropped, self._clock
             )
         link.last_used = self._clock()
         return link

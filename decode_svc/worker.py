@@ -6,6 +6,8 @@ import asyncio
 import logging
 from functools import partial
 
+from msgspec import structs
+
 from pagerelay.common.config import Config
 from pagerelay.common.engine.sequence import Sequence
 from pagerelay.common.errors import ConfigError, TransferError
@@ -16,6 +18,8 @@ from pagerelay.common.transport.tcp import TcpBackend
 from pagerelay.common.wire.auth import CurveKeys
 from pagerelay.common.wire.messages import (
     DecodeJob,
+    HandedOver,
+    HandoverPhases,
     KvHandle,
     Load,
     Message,
@@ -44,6 +48,9 @@ class DecodeWorker(Worker):
         self._choice = BackendChoice(config.worker.transport, *self._backends, probe=shm.attach)
         self._shm = shm
         self._peers = Peers(keys, self.clock, self.task, self.message_dropped)
+        self._arrived: dict[str, float] = {}
+        """request_id → when its job came; for durations only."""
+        self._phases: dict[str, HandoverPhases] = {}
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._renewed_at = 0.0
 
@@ -90,6 +97,7 @@ class DecodeWorker(Worker):
 
     async def _fetch(self, intake: Intake) -> None:
         seq, handle = intake.seq, intake.handle
+        reserve_s = self.clock() - self._arrived.pop(seq.request_id, self.clock())
         try:
             difference = self.parts.layout.difference(handle.layout)
             if difference is not None:
@@ -116,6 +124,7 @@ class DecodeWorker(Worker):
             self.engine.fetch_failed(seq, str(error), retryable=True)
         else:
             self._count(seq, intake.from_block, fetched.transport, fetched.num_blocks, fetched.num_bytes)
+            self._phases[seq.request_id] = structs.replace(fetched.phases, reserve_s=reserve_s)
             self.engine.fetched(
                 seq, fetched.first_token, fetched.transport, fetched.num_bytes, fetched.handover_s
             )
@@ -130,6 +139,8 @@ class DecodeWorker(Worker):
 
     def tick(self) -> None:
         self.counters.preemptions = self.engine.num_preempted
+        for request_id in [r for r in self._arrived if not self.engine.knows(r)]:
+            del self._arrived[request_id]
         now = self.clock()
         if now - self._renewed_at > self.config.worker.lease_s / 4:
             self._renewed_at = now
@@ -157,8 +168,14 @@ class DecodeWorker(Worker):
 
     def submit(self, router_id: str, message: ToWorker) -> bool:
         if isinstance(message, DecodeJob):
+            self._arrived[message.request_id] = self.clock()
             self.engine.submit(router_id, message)
         return isinstance(message, DecodeJob)
+
+    def outgoing(self, message: Message) -> Message:
+        if isinstance(message, HandedOver):
+            return structs.replace(message, phases=self._phases.pop(message.request_id, None))
+        return message
 
     def load(self) -> Load:
         engine = self.engine

@@ -6,15 +6,13 @@ States (``common/states.py`` has the table)::
     PREFILLING  → HANDOFF      a decode worker D was chosen on fresh load and fetches while P computes
     QUEUED      → HANDOFF      no prefill worker is there: D computes the prompt itself
     HANDOFF     → DECODING     D has confirmed the KV
-    any of them → RECOVERING   a worker was lost, the lease or the fetch failed, or D preempted it: everything
-    is
-                               dispatched anew with prompt + tokens so far; sampling is keyed by position, so
-                               the continuation is the same
+    any of them → RECOVERING   a worker was lost, the lease or the fetch failed, or D preempted it: all is
+                               dispatched anew with prompt + tokens so far; sampling is keyed by position
     → FINISHED | FAILED | ABORTED; whichever way it ends, workers that may hold something are told once
 
 The journal is ``emitted``. A token counts when its index is the next one due: what comes twice (both P and D
-send the first token; a late attempt) is dropped. A gap, or silence, may mean that a message was lost: the worker is asked, and says again what it has,
-or that it knows nothing of the request, which recovers then.
+send the first token; a late attempt) is dropped. A gap, or silence, may mean that a message was lost: the
+worker is asked, and says again what it has, or that it knows nothing of the request, which recovers then.
 """
 
 from __future__ import annotations
@@ -22,7 +20,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from pagerelay.common.errors import DeadlineExceeded, InvalidRequest, Unavailable, WorkerLost
 from pagerelay.common.states import ROUTER, Machine
@@ -71,6 +70,7 @@ class FlowTimes:
     queue_s: float | None = None
     prefill_s: float | None = None
     handover_s: float | None = None
+    phases: dict[str, float] = field(default_factory=dict)  # of the hand-over, see HandoverPhases
 
 
 class _Lost:
@@ -114,6 +114,9 @@ class RequestFlow:
         self._decode: WorkerEntry | None = None
         self._preemptions = 0
         self._done = False
+        self._handed_over_at: float | None = None
+        self._first_index = 0
+        """When the decode worker had the KV, and which token it was given with it."""
         self._progress_at = self._asked_at = 0.0
         """On the event loop's clock: the last new state or token, and the last question to a worker."""
 
@@ -196,15 +199,14 @@ class RequestFlow:
         return await self._on_news(event)
 
     async def _event(self, patience: float) -> TokenDelta | RequestNews | _Lost | None:
-        """The next piece of news; asks for it now and then. ``None``: no progress for ``patience`` seconds."""
+        """The next news, asked for now and then; ``None`` without progress for ``patience`` seconds."""
         now = asyncio.get_running_loop().time
         while self._inbox.empty():
             left = self._progress_at + patience - now()
             if left <= 0:
                 return None
             try:
-                # Not wait_for: on Python 3.11 it can swallow a cancellation that comes together with the
-                # item.
+                # Not wait_for: on Python 3.11 it can swallow a cancellation that comes with the item.
                 async with asyncio.timeout(min(left, self._settings.ask_after_s)):
                     return await self._inbox.get()
             except TimeoutError:
@@ -264,14 +266,22 @@ class RequestFlow:
         else:
             self.times.handover_s = event.handover_s
             self._metrics.handover.labels(transport=event.transport).observe(event.handover_s)
+            if event.phases is not None:
+                for name in event.phases.__struct_fields__:
+                    self._phase(name.removesuffix("_s"), getattr(event.phases, name))
+            self._handed_over_at, self._first_index = asyncio.get_running_loop().time(), event.first.index
             self._metrics.handover_bytes.labels(transport=event.transport).inc(event.num_bytes)
         if self._prefill is not None:
             self._prefill.release(self.request_id)
             self._prefill = None
 
+    def _phase(self, name: str, seconds: float) -> None:
+        self.times.phases[name] = seconds
+        self._metrics.handover_phases.labels(phase=name).observe(seconds)
+
     async def _accept(self, delta: TokenDelta) -> list[TokenDelta]:
         """The delta if it is the next one due. Each worker's news come in order, and D repeats P's token
-        before its own, so a gap means that a message was lost: D is asked for it, and has it unless it ended."""
+        before its own, so a gap means that a message was lost: D is asked, and has it unless it ended."""
         if delta.attempt != self.attempt:
             self._metrics.late_messages.inc()
             return []
@@ -282,6 +292,9 @@ class RequestFlow:
             return []
         self.emitted.append(delta.token)
         self._progress_at = asyncio.get_running_loop().time()
+        if self._handed_over_at is not None and self.state == "DECODING" and delta.index > self._first_index:
+            self._phase("first_step", self._progress_at - self._handed_over_at)
+            self._handed_over_at = None
         return [delta]
 
     # ------------------------------------------------------------------ dispatch and recovery
@@ -313,18 +326,11 @@ class RequestFlow:
         self._prefill = entry
         entry.bound[self.request_id] = self
         entry.tokens_due[self.request_id] = len(tokens)
-        job = PrefillJob(
-            request_id=self.request_id,
-            attempt=self.attempt,
-            order=self._order,
-            token_ids=tokens,
-            sampling=self._sampling,
-            first_index=len(self.emitted),
-        )
-        await self._links.send(entry, job)
+        await self._links.send(entry, PrefillJob(**self._job(tokens)))
 
     async def _hand_off(self, handle: KvHandle | None) -> None:
         """Chooses a decode worker on its load of this moment and sends it the job."""
+        self._handed_over_at = None
         registry = self._links.registry
         tokens = self._prompt + self.emitted
         chosen = self._policy.decode(registry.views("decode", "colocated"), self._blocks_needed(len(tokens)))
@@ -337,16 +343,18 @@ class RequestFlow:
             self._metrics.local_prefills.labels(reason="no_prefill_worker").inc()
         self._decode = entry
         entry.bound[self.request_id] = self
-        job = DecodeJob(
-            request_id=self.request_id,
-            attempt=self.attempt,
-            order=self._order,
-            token_ids=tokens,
-            sampling=self._sampling,
-            first_index=len(self.emitted),
-            handle=handle,
-        )
-        await self._links.send(entry, job)
+        await self._links.send(entry, DecodeJob(**self._job(tokens), handle=handle))
+
+    def _job(self, tokens: list[int]) -> dict[str, Any]:
+        """The fields of a job of either kind."""
+        return {
+            "request_id": self.request_id,
+            "attempt": self.attempt,
+            "order": self._order,
+            "token_ids": tokens,
+            "sampling": self._sampling,
+            "first_index": len(self.emitted),
+        }
 
     async def _recover(self, cause: str, message: str) -> None:
         """Everything anew with what the client has already; at most ``max_recoveries`` times."""
@@ -355,11 +363,7 @@ class RequestFlow:
         self._metrics.recoveries.labels(cause=cause).inc()
         log.warning(
             "%s recovers while %s, %d tokens in: %s (%s)",
-            self.request_id,
-            self.state.lower(),
-            len(self.emitted),
-            message,
-            cause,
+            *(self.request_id, self.state.lower(), len(self.emitted), message, cause),
         )
         if cause != "preempted":
             self.recoveries += 1

@@ -214,6 +214,20 @@ class Tokens(Message, frozen=True):
     deltas: list[TokenDelta]
 
 
+class HandoverPhases(Struct, frozen=True, kw_only=True):
+    """Where a hand-over spent its time on D, in seconds; each phase begins where the one before it ends, but
+    for ``copy_s``, which counts from P's end."""
+
+    reserve_s: float = 0.0
+    """The job's arrival to its blocks being reserved."""
+    announce_s: float = 0.0
+    """Asking P to P's first announcement: mostly P's computing."""
+    copy_s: float = 0.0
+    """The commit's arrival to the last block's copy: the transfer that was left after P's last chunk."""
+    confirm_s: float = 0.0
+    """The last block's copy to P's word that the lease stood until then."""
+
+
 class HandedOver(Message, frozen=True):
     """D holds the whole KV and has confirmed it; decoding starts.
 
@@ -228,6 +242,7 @@ class HandedOver(Message, frozen=True):
     num_bytes: int
     num_computed_tokens: int = 0
     """Prompt tokens that D had to compute itself: 0 wherever the split did its work."""
+    phases: HandoverPhases | None = None
 
 
 class Preempted(Message, frozen=True):
