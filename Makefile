@@ -35,13 +35,15 @@ done; \
 wait $$job || { cat "$$log" >&2; echo "FAILED: $(1)" >&2; exit 1; }
 endef
 
-.PHONY: help setup setup-dev model up test lint format exact test-compose bench clean
+.PHONY: help setup setup-dev model up test lint format exact test-compose bench chaos kill-matrix fuzz clean
 
 help:
 	@echo "make up           start a cluster here and print its URLs (ARGS=\"--prefill 2 --decode 2 --port 8001\")"
 	@echo "make test         lint, then unit, contract, system and shape tests (PYTEST_ARGS=\"-k name\")"
 	@echo "make exact        the full comparison with transformers' own generate"
 	@echo "make test-compose the cluster in containers; needs a Docker engine"
+	@echo "make chaos        10,000 requests under seeded faults (SEED=1 MINUTES=60 ARGS=\"--transport tcp\")"
+	@echo "make kill-matrix  workers killed at every state and token;  make fuzz  rubbish on every socket"
 	@echo "make bench        load on a running cluster (ARGS=\"--help\")"
 	@echo "make lint         ruff, mypy, import contracts;  make format  rewrites"
 	@echo "make model        fetch the default model;  make setup  only the environment;  make clean"
@@ -102,6 +104,20 @@ test: lint model
 
 exact: setup-dev model
 	$(BIN)/pytest -m exact $(PYTEST_ARGS)
+
+# What tries to break the hand-off; small shares of these run in make test.
+SEED ?= 1
+MINUTES ?= 60
+HELPERS := PYTHONPATH=tests/helpers
+
+chaos: setup-dev model
+	$(HELPERS) $(BIN)/python tests/helpers/chaos.py --seed $(SEED) --minutes $(MINUTES) $(ARGS)
+
+kill-matrix: setup-dev model
+	$(HELPERS) $(BIN)/python tests/helpers/killmatrix.py $(ARGS)
+
+fuzz: setup-dev model
+	$(HELPERS) $(BIN)/python tests/helpers/fuzz.py --seed $(SEED) $(ARGS)
 
 test-compose: setup-dev
 	$(BIN)/pytest -m compose $(PYTEST_ARGS)
