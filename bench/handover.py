@@ -7,6 +7,7 @@ the gap before a later one is what the hand-over adds: at most what the prompt's
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import random
@@ -53,7 +54,7 @@ class Sample(Struct, frozen=True):
 
 
 async def one_stream(session: aiohttp.ClientSession, url: str, prompt: Sequence[int]) -> Sample:
-    """Raises ``ValueError`` if the stream does not bring each token on its own, through a hand-over."""
+    """Raises ``ValueError`` if the stream does not bring all its tokens, through a hand-over."""
     body = {
         "prompt": list(prompt), "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True,
     }  # fmt: skip
@@ -66,14 +67,27 @@ async def one_stream(session: aiohttp.ClientSession, url: str, prompt: Sequence[
             if not raw.startswith(b"data: {"):
                 continue
             event = json.loads(raw.removeprefix(b"data: "))
-            if any(choice["token_ids"] for choice in event["choices"]):
-                arrivals.append(time.perf_counter())
+            arrived = time.perf_counter()
+            arrivals += [arrived for choice in event["choices"] for _ in choice["token_ids"]]
             timings = event.get("timings") or timings
     phases = timings.get("handover_phases_ms")
     if len(arrivals) != TOKENS or not phases:
-        raise ValueError(f"{len(arrivals)} pieces for {TOKENS} tokens, phases {phases}")
+        raise ValueError(f"{len(arrivals)} of {TOKENS} tokens, phases of the hand-over: {phases}")
     gaps = [(b - a) * 1e3 for a, b in itertools.pairwise(arrivals)]
     return Sample(gaps[0], float(np.median(gaps[1:])), phases)
+
+
+async def both_workers(session: aiohttp.ClientSession, url: str) -> None:
+    """A router is ready with a decode worker alone, which then computes prompts itself, without a hand-over.
+
+    Raises ``TimeoutError`` if the prefill worker stays away.
+    """
+    async with asyncio.timeout(READY_S):
+        while True:
+            async with session.get(url + "/cluster") as response:
+                if {worker["role"] for worker in (await response.json())["workers"]} >= {"prefill", "decode"}:
+                    return
+            await asyncio.sleep(0.1)
 
 
 def copy_bandwidth() -> float:
@@ -98,6 +112,7 @@ async def measure_handover(options: HandoverOptions) -> int:
     samples: list[Sample] = []
     async with running(words, port) as server, aiohttp.ClientSession() as session:
         await server.wait_ready(READY_S)
+        await both_workers(session, server.url)
         for turn in range(options.requests + 5):
             prompt = [10 + rng.randrange(4000) for _ in range(options.prompt_tokens)]
             sample = await one_stream(session, server.url, prompt)

@@ -39,8 +39,7 @@ class Message(Struct, frozen=True, kw_only=True, gc=False, tag=True, array_like=
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True, gc=False):
-    """How to choose tokens; already validated by the router. What would break a step is refused at
-    decoding too.
+    """How to choose tokens; validated by the router, and by bounds at decoding.
 
     Randomness is a function of (``seed``, ``choice``, output position) alone, so neither the batch nor the
     worker nor a recovery changes a token. ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p``
@@ -215,17 +214,14 @@ class Tokens(Message, frozen=True):
 
 
 class HandoverPhases(Struct, frozen=True, kw_only=True):
-    """Where a hand-over spent its time on D, in seconds; each phase begins where the one before it ends, but
-    for ``copy_s``, which counts from P's end."""
+    """Where a hand-over spent its time on D, in seconds: from the job's arrival to its blocks being reserved;
+    from asking P to its first announcement (P computes); from the commit's arrival to the last block's copy
+    (what was left after P's last chunk); from there to P's word that the lease stood."""
 
     reserve_s: float = 0.0
-    """The job's arrival to its blocks being reserved."""
     announce_s: float = 0.0
-    """Asking P to P's first announcement: mostly P's computing."""
     copy_s: float = 0.0
-    """The commit's arrival to the last block's copy: the transfer that was left after P's last chunk."""
     confirm_s: float = 0.0
-    """The last block's copy to P's word that the lease stood until then."""
 
 
 class HandedOver(Message, frozen=True):
