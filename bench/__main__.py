@@ -1,4 +1,4 @@
-"""Command line: ``python -m pagerelay.bench load|compare|router|footprint``."""
+"""Command line: ``python -m pagerelay.bench load|compare|router|footprint|roofline|handover``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import msgspec
 from pagerelay.bench.client import is_loopback
 from pagerelay.bench.compare import CompareOptions, Spec, compare
 from pagerelay.bench.footprint import FootprintOptions, measure_footprint
+from pagerelay.bench.handover import HandoverOptions, measure_handover
 from pagerelay.bench.load import LoadOptions, load
 from pagerelay.bench.router import RouterOptions, measure_router
 from pagerelay.bench.stats import Slo
@@ -196,6 +197,18 @@ def _parser() -> argparse.ArgumentParser:
     roof.add_argument("--model", default=DEFAULT_MODEL, help="model folder, hub id or known name")
     roof.add_argument("--threads", type=_whole(1, 4096), default=1, help="CPU threads (1)")
     roof.add_argument("--results", default="bench/results", metavar="DIR", help="folder of the report")
+
+    handover = commands.add_parser("handover", help="what a hand-over adds to the second token, by phase")
+    handover.add_argument("--model-path", required=True, help="model folder")
+    handover.add_argument(
+        "--requests", type=_whole(1, MAX_REQUESTS), default=200, help="one after another (200)"
+    )
+    handover.add_argument(
+        "--prompt-tokens", type=_whole(1, 100_000), default=128, help="of each prompt (128)"
+    )
+    handover.add_argument("--transport", choices=("shm", "tcp"), default="shm")
+    handover.add_argument("--seed", type=int, default=1, help="of the prompts")
+    handover.add_argument("--results", default="bench/results", metavar="DIR", help="folder of the report")
     return parser
 
 
@@ -249,6 +262,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return measure_roofline(RooflineOptions(args.model, args.threads, args.results))
         if args.command == "footprint":
             return asyncio.run(_ended_by_sigterm(measure_footprint(_footprint_options(args))))
+        if args.command == "handover":
+            options = {name: getattr(args, name) for name in HandoverOptions.__struct_fields__}
+            return asyncio.run(_ended_by_sigterm(measure_handover(HandoverOptions(**options))))
         return asyncio.run(_ended_by_sigterm(measure_router(RouterOptions.of(args))))
     except (ValueError, OSError) as error:
         print(f"{parser.prog} {args.command}: {error}", file=sys.stderr)

@@ -19,7 +19,9 @@ for name in [n for n in os.environ if f"{n}_".startswith(_SETTINGS) and n != "PA
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 settings.register_profile("pagerelay", deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True)
-settings.load_profile("pagerelay")
+# The stateful tests go much further then: see tests/unit/service/test_machines.py.
+settings.register_profile("long", settings.get_profile("pagerelay"))
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "pagerelay"))
 
 
 @pytest.fixture(scope="session")
