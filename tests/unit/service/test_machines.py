@@ -262,7 +262,7 @@ class Machines(RuleBasedStateMachine):
 
 assert PEER  # the one decode worker's name on the data link
 Machines.TestCase.settings = settings(
-    max_examples=1500 if LONG else 40,
+    max_examples=1500 if LONG else 30,
     stateful_step_count=100 if LONG else 60,
     suppress_health_check=list(HealthCheck),
 )
