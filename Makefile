@@ -35,7 +35,8 @@ done; \
 wait $$job || { cat "$$log" >&2; echo "FAILED: $(1)" >&2; exit 1; }
 endef
 
-.PHONY: help setup setup-dev model up test lint format exact asan test-compose bench bench-wire clean
+.PHONY: help setup setup-dev model up test lint format exact asan test-compose bench bench-wire \
+	chaos kill-matrix fuzz clean
 
 help:
 	@echo "make up           start a cluster here and print its URLs (ARGS=\"--prefill 2 --decode 2 --port 8001\")"
@@ -43,6 +44,8 @@ help:
 	@echo "make exact        the full comparison with transformers' own generate"
 	@echo "make asan         the C kernels under the address, undefined-behaviour and thread sanitizers"
 	@echo "make test-compose the cluster in containers; needs a Docker engine"
+	@echo "make chaos        10,000 requests under seeded faults (SEED=1 MINUTES=60 ARGS=\"--transport tcp\")"
+	@echo "make kill-matrix  workers killed at every state and token;  make fuzz  rubbish on every socket"
 	@echo "make bench        load on a running cluster (ARGS=\"--help\")"
 	@echo "make bench-wire   what encryption and checksums of shipped KV cost over TCP, side by side"
 	@echo "make lint         ruff, mypy, import contracts;  make format  rewrites"
@@ -115,6 +118,20 @@ asan: setup-dev
 
 exact: setup-dev model
 	$(BIN)/pytest -m exact $(PYTEST_ARGS)
+
+# What tries to break the hand-off; small shares of these run in make test.
+SEED ?= 1
+MINUTES ?= 60
+HELPERS := PYTHONPATH=tests/helpers
+
+chaos: setup-dev model
+	$(HELPERS) $(BIN)/python tests/helpers/chaos.py --seed $(SEED) --minutes $(MINUTES) $(ARGS)
+
+kill-matrix: setup-dev model
+	$(HELPERS) $(BIN)/python tests/helpers/killmatrix.py $(ARGS)
+
+fuzz: setup-dev model
+	$(HELPERS) $(BIN)/python tests/helpers/fuzz.py --seed $(SEED) $(ARGS)
 
 test-compose: setup-dev
 	$(BIN)/pytest -m compose $(PYTEST_ARGS)

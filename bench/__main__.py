@@ -1,4 +1,4 @@
-"""Command line: ``python -m pagerelay.bench load|compare|router|footprint|roofline|kernels``."""
+"""Command line: ``python -m pagerelay.bench COMMAND``; the commands stand in the package's docstring."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import msgspec
 from pagerelay.bench.client import is_loopback
 from pagerelay.bench.compare import CompareOptions, Spec, compare
 from pagerelay.bench.footprint import FootprintOptions, measure_footprint
+from pagerelay.bench.handover import HandoverOptions, measure_handover
 from pagerelay.bench.kernels import KernelOptions, check_kernels
 from pagerelay.bench.load import LoadOptions, load
 from pagerelay.bench.router import RouterOptions, measure_router
@@ -203,6 +204,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     kernels.add_argument("--only", default="", metavar="WORDS", help="variants whose name has one of a,b,c")
     kernels.add_argument("--results", default="bench/results", metavar="DIR", help="folder of the report")
+
+    handover = commands.add_parser("handover", help="what a hand-over adds to the second token, by phase")
+    handover.add_argument("--model-path", required=True, help="model folder")
+    handover.add_argument(
+        "--requests", type=_whole(1, MAX_REQUESTS), default=200, help="one after another (200)"
+    )
+    handover.add_argument(
+        "--prompt-tokens", type=_whole(1, 100_000), default=128, help="of each prompt (128)"
+    )
+    handover.add_argument("--transport", choices=("shm", "tcp"), default="shm")
+    handover.add_argument("--seed", type=int, default=1, help="of the prompts")
+    handover.add_argument("--results", default="bench/results", metavar="DIR", help="folder of the report")
     return parser
 
 
@@ -258,6 +271,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return asyncio.run(_ended_by_sigterm(measure_footprint(_footprint_options(args))))
         if args.command == "kernels":
             return check_kernels(KernelOptions.of(args))
+        if args.command == "handover":
+            options = {name: getattr(args, name) for name in HandoverOptions.__struct_fields__}
+            return asyncio.run(_ended_by_sigterm(measure_handover(HandoverOptions(**options))))
         return asyncio.run(_ended_by_sigterm(measure_router(RouterOptions.of(args))))
     except (ValueError, OSError) as error:
         print(f"{parser.prog} {args.command}: {error}", file=sys.stderr)

@@ -93,7 +93,7 @@ class RouterConfig(Section, frozen=True):
     request_timeout_s: Seconds = 600.0
     queue_timeout_s: Seconds = 120.0
     """Longest wait for the first token's prefill to start."""
-    probe_s: Seconds = 2.0
+    probe_s: Seconds = 1.0
     """A worker that is silent about a request for this long is asked whether a message was lost."""
     stall_timeout_s: Seconds = 60.0
     """Longest silence of a worker within a running request."""

@@ -34,6 +34,7 @@ from pagerelay.common.wire.messages import (
     DecodeJob,
     FinishReason,
     HandedOver,
+    HandoverPhases,
     KvHandle,
     Preempted,
     Suspended,
@@ -115,7 +116,13 @@ class DecodeEngine(LeasingEngine):
             return list(self._handles.values())
 
     def fetched(
-        self, seq: Sequence, first_token: int, transport: str, num_bytes: int, handover_s: float
+        self,
+        seq: Sequence,
+        first_token: int,
+        transport: str,
+        num_bytes: int,
+        handover_s: float,
+        phases: HandoverPhases | None = None,
     ) -> None:
         """All blocks are here and the lease is confirmed: the sequence runs from the next step on."""
         with self.lock:
@@ -138,6 +145,7 @@ class DecodeEngine(LeasingEngine):
                 transport=transport,
                 handover_s=handover_s,
                 num_bytes=num_bytes,
+                phases=phases,
             )
             self._outbox.to_router.append((seq.owner, handed))
 

@@ -24,7 +24,16 @@ from pagerelay.common.errors import ConfigError, TransferError
 from pagerelay.common.kv.checksum import wrong_blocks
 from pagerelay.common.kv.pool import KvPool
 from pagerelay.common.transport.base import TransferBackend
-from pagerelay.common.wire.messages import AboutLease, Commit, Fetch, LeaseLost, Ready, Release, Released
+from pagerelay.common.wire.messages import (
+    AboutLease,
+    Commit,
+    Fetch,
+    HandoverPhases,
+    LeaseLost,
+    Ready,
+    Release,
+    Released,
+)
 from pagerelay.common.wire.pools import PoolAddress
 from pagerelay.decode_svc.engine import Intake
 from pagerelay.decode_svc.peers import PeerLink
@@ -52,6 +61,7 @@ class Fetched:
     handover_s: float
     """From the commit's arrival to the lease's confirmation: what the split adds after the prefill has
     ended."""
+    phases: HandoverPhases
 
 
 class BackendChoice:
@@ -118,10 +128,10 @@ async def fetch_prompt(
         layout=pool.layout,
         ticket=handle.ticket,
     )
+    opened_at, announced_at = clock(), 0.0
     news = await link.open(fetch)
     missing = set(range(intake.from_block, len(seq.block_ids)))
     commit: Commit | None = None
-    committed_at = 0.0
     moved = 0
     num_blocks = len(missing)
     confirmed = False
@@ -130,6 +140,7 @@ async def fetch_prompt(
         while missing or commit is None:
             again = msgspec.structs.replace(fetch, from_block=min(missing, default=len(seq.block_ids)))
             message = await _next(news, link, again, patience_s)
+            announced_at = announced_at or clock()
             if isinstance(message, Ready):
                 if message.first + len(message.block_ids) > len(seq.block_ids):
                     raise TransferError("the peer announced more blocks than the prompt has")
@@ -155,7 +166,8 @@ async def fetch_prompt(
                     raise TransferError(
                         f"the commit covers {message.num_tokens} tokens, {seq.num_given} are due"
                     )
-                commit, committed_at = message, clock()
+                commit = message
+        copied_at, committed_at = clock(), link.committed_at(lease)
         confirm = Release(lease=lease, received=True)
         await link.send(confirm)
         while not confirmed:
@@ -164,7 +176,15 @@ async def fetch_prompt(
                 if not message.ok:
                     raise TransferError("the lease ran out before the copy was confirmed")
                 confirmed = True
-        return Fetched(commit.first_token, backend.name, moved, num_blocks, clock() - committed_at)
+        confirmed_at = clock()
+        phases = HandoverPhases(
+            announce_s=announced_at - opened_at,
+            copy_s=copied_at - committed_at,
+            confirm_s=confirmed_at - copied_at,
+        )
+        return Fetched(
+            commit.first_token, backend.name, moved, num_blocks, confirmed_at - committed_at, phases
+        )
     finally:
         link.close_lease(lease)
         if not confirmed:

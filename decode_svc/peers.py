@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from pagerelay.common.wire.codec import MAX_CONTROL_BYTES, Decoder, encode
 from pagerelay.common.wire.messages import (
     AboutLease,
     Blocks,
+    Commit,
     Detach,
     Fetch,
     KvHandle,
@@ -37,10 +39,13 @@ Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 @dataclass(slots=True)
 class Inbox:
-    """News about one lease. ``reads``: answers due for blocks asked for over the wire, in the order asked."""
+    """News about one lease. ``reads``: answers due for blocks asked for over the wire, by the ids asked for:
+    an answer that was lost or came twice must not be taken for another one's."""
 
     news: asyncio.Queue[AboutLease] = field(default_factory=asyncio.Queue)
-    reads: list[tuple[list[int], asyncio.Future[list[memoryview]]]] = field(default_factory=list)
+    committed_at: float = 0.0
+    """When the commit came, by the link's clock."""
+    reads: dict[tuple[int, ...], asyncio.Future[list[memoryview]]] = field(default_factory=dict)
 
 
 class PeerLink:
@@ -53,10 +58,12 @@ class PeerLink:
         spawn: Spawn,
         on_dropped: Callable[[str, str], None],
         on_detach: Callable[[PeerLink], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.worker_id = handle.worker_id
         self._on_dropped = on_dropped
         self._on_detach = on_detach
+        self._clock = clock
         self.pool: PoolAddress = handle.pool
         self.last_used = 0.0
         self._socket = ClientSocket(
@@ -89,9 +96,13 @@ class PeerLink:
             raise
         return inbox.news
 
+    def committed_at(self, lease: int) -> float:
+        """When the lease's commit came: it may have waited behind earlier announcements' copies."""
+        return self._inboxes[lease].committed_at
+
     def close_lease(self, lease: int) -> None:
         inbox = self._inboxes.pop(lease, None)
-        for _, read in inbox.reads if inbox is not None else ():
+        for read in inbox.reads.values() if inbox is not None else ():
             read.cancel()
 
     async def read(self, lease: int, block_ids: Sequence[int]) -> list[memoryview]:
@@ -99,7 +110,7 @@ class PeerLink:
         if inbox is None:
             raise TransferError("the lease is closed")
         answer: asyncio.Future[list[memoryview]] = asyncio.get_running_loop().create_future()
-        inbox.reads.append((list(block_ids), answer))
+        inbox.reads[tuple(block_ids)] = answer
         await self.send(Read(lease=lease, block_ids=list(block_ids)))
         return await answer
 
@@ -123,18 +134,19 @@ class PeerLink:
                 self._on_dropped(type(message).__name__, "late")  # the lease is no longer ours
                 continue
             if isinstance(message, Blocks):
-                if inbox.reads and inbox.reads[0][0] == message.block_ids:
-                    _, read = inbox.reads.pop(0)
-                    if not read.done():
-                        read.set_result(frames[1:])
-                else:  # not the answer that is due: one was lost or repeated with a connection
+                due = inbox.reads.pop(tuple(message.block_ids), None)
+                if due is None:
                     self._on_dropped("Blocks", "repeated")
+                elif not due.done():
+                    due.set_result(frames[1:])
                 continue
             if isinstance(message, LeaseLost):
-                for _, read in inbox.reads:
+                for read in inbox.reads.values():
                     if not read.done():
                         read.set_exception(TransferError(f"the lease is gone: {message.reason}"))
                 inbox.reads.clear()
+            if isinstance(message, Commit) and not inbox.committed_at:
+                inbox.committed_at = self._clock()
             inbox.news.put_nowait(message)
 
     async def close(self, linger_ms: int = 0) -> None:
@@ -176,7 +188,7 @@ class Peers:
         link = self._links.get(handle.incarnation)
         if link is None:
             link = self._links[handle.incarnation] = PeerLink(
-                handle, self._keys, self._spawn, self._on_dropped, self._on_detach
+                handle, self._keys, self._spawn, self._on_dropped, self._on_detach, self._clock
             )
         link.last_used = self._clock()
         return link

@@ -6,6 +6,8 @@ import asyncio
 import logging
 from functools import partial
 
+from msgspec import structs
+
 from pagerelay.common.config import Config
 from pagerelay.common.engine.sequence import Sequence
 from pagerelay.common.errors import ConfigError, TransferError
@@ -59,6 +61,8 @@ class DecodeWorker(Worker):
             keep=self._direct.holds,
         )
         self._detaching: set[asyncio.Task[None]] = set()
+        self._arrived: dict[str, float] = {}
+        """request_id → when its job came; for durations only."""
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._renewed_at = 0.0
 
@@ -118,6 +122,7 @@ class DecodeWorker(Worker):
 
     async def _fetch(self, intake: Intake) -> None:
         seq, handle = intake.seq, intake.handle
+        reserve_s = self.clock() - self._arrived.pop(seq.request_id, self.clock())
         try:
             difference = self.parts.layout.difference(handle.layout)
             if difference is not None:
@@ -146,7 +151,12 @@ class DecodeWorker(Worker):
         else:
             self._count(seq, intake.from_block, fetched.transport, fetched.num_blocks, fetched.num_bytes)
             self.engine.fetched(
-                seq, fetched.first_token, fetched.transport, fetched.num_bytes, fetched.handover_s
+                seq,
+                fetched.first_token,
+                fetched.transport,
+                fetched.num_bytes,
+                fetched.handover_s,
+                structs.replace(fetched.phases, reserve_s=reserve_s),
             )
 
     async def _backend(self, handle: KvHandle, link: PeerLink) -> TransferBackend:
@@ -177,6 +187,8 @@ class DecodeWorker(Worker):
     def tick(self) -> None:
         super().tick()
         self.counters.preemptions = self.engine.num_preempted
+        for request_id in [r for r in self._arrived if not self.engine.knows(r)]:
+            del self._arrived[request_id]
         now = self.clock()
         if now - self._renewed_at > self.config.worker.lease_s / 4:
             self._renewed_at = now
@@ -204,6 +216,8 @@ class DecodeWorker(Worker):
 
     def submit(self, router_id: str, message: ToWorker) -> None:
         if isinstance(message, DecodeJob):
+            if message.handle is not None:
+                self._arrived.setdefault(message.request_id, self.clock())
             self.engine.submit(router_id, message)
         elif isinstance(message, Suspend):
             self.engine.suspend(message.request_id, message.attempt)

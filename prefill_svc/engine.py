@@ -127,10 +127,6 @@ class PrefillEngine(LeasingEngine):
 
     # ------------------------------------------------------------------ reading
 
-    def knows(self, request_id: str) -> bool:
-        with self.lock:
-            return request_id in self._by_request
-
     def outstanding_tokens(self) -> int:
         """Prompt tokens accepted and not yet computed."""
         with self.lock:

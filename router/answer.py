@@ -161,6 +161,7 @@ class Answer:
             queue_ms=_ms(flow.times.queue_s),
             prefill_ms=_ms(flow.times.prefill_s),
             handover_ms=_ms(flow.times.handover_s),
+            handover_phases_ms={name: round(s * 1e3, 3) for name, s in flow.times.phases.items()} or None,
             ttft_ms=_ms(self._first_token_s),
             total_ms=_ms(total),
             recoveries=sum(choice.flow.recoveries for choice in self.choices),

@@ -7,10 +7,8 @@ States (``common/states.py`` has the table)::
     QUEUED      → HANDOFF      no prefill worker is there: D computes the prompt itself
     HANDOFF     → DECODING     D has confirmed the KV
     DECODING    → HANDOFF      D drains and hands over: another D fetches from it, nothing is computed anew
-    any of them → RECOVERING   a worker was lost, the lease or the fetch failed, or D preempted it:
-    everything is
-                               dispatched anew with prompt + tokens so far; sampling is keyed by position, so
-                               the continuation is the same
+    any of them → RECOVERING   a worker was lost, the lease or the fetch failed, or D preempted it: all is
+                               dispatched anew with prompt + tokens so far; sampling is keyed by position
     → FINISHED | FAILED | ABORTED; whichever way it ends, workers that may hold something are told once
 
 The journal is ``emitted``. A token counts when its index is the next one due: what comes twice (both P and D
@@ -23,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from pagerelay.common.errors import DeadlineExceeded, InvalidRequest, Unavailable, WorkerLost
@@ -48,8 +46,6 @@ from pagerelay.router.policy import RoutingPolicy
 
 log = logging.getLogger(__name__)
 
-MAX_GAP = 32
-"""Tokens that may arrive ahead of a missing one before the request recovers instead of waiting for it."""
 MAX_PREEMPTIONS = 64
 """A request preempted this often ends in an error instead of going round for ever."""
 
@@ -61,7 +57,8 @@ class FlowSettings:
     max_recoveries: int
     rejoin_wait_s: float = 1.0
     """With the 3 s until a silent worker is taken for dead, an answer that cannot go on ends within 5 s."""
-    probe_s: float = 2.0
+    probe_s: float = 1.0
+    """Silence after which the worker that is due to make progress is asked about the request."""
 
 
 @dataclass(slots=True)
@@ -71,6 +68,7 @@ class FlowTimes:
     queue_s: float | None = None
     prefill_s: float | None = None
     handover_s: float | None = None
+    phases: dict[str, float] = field(default_factory=dict)  # those of HandoverPhases, and first_step
 
 
 class _Lost:
@@ -119,8 +117,9 @@ class RequestFlow:
         self._started = False
         """P has said in this attempt where its KV will be."""
         self._preemptions = 0
-        self._gap = 0
-        """Tokens that came ahead of the one that is due."""
+        self._handed_over_at: float | None = None
+        self._first_index = 0
+        """Loop time at which D had the KV, until its first step is measured; the token given with it."""
         self._done = False
         self._progress_at = 0.0
         """Loop time of the last news that brought it forward; what is said again does not count."""
@@ -228,7 +227,11 @@ class RequestFlow:
             except TimeoutError:
                 if now() >= deadline:
                     return None
-                await self._place.probe(self.attempt, len(self.emitted))
+                await self._probe()
+
+    async def _probe(self) -> None:
+        """Asks the worker whose turn it is, but not for each of many tokens ahead of a missing one."""
+        await self._place.probe(self.attempt, len(self.emitted), self._settings.probe_s / 2)
 
     async def _on_news(self, event: RequestNews) -> list[TokenDelta]:
         match event:
@@ -281,7 +284,15 @@ class RequestFlow:
         else:
             self.times.handover_s = event.handover_s
             self._metrics.handover.labels(transport=event.transport).observe(event.handover_s)
+            if event.phases is not None:
+                for name in event.phases.__struct_fields__:
+                    self._phase(name.removesuffix("_s"), getattr(event.phases, name))
+            self._handed_over_at, self._first_index = self._progress_at, event.first.index
             self._metrics.handover_bytes.labels(transport=event.transport).inc(event.num_bytes)
+
+    def _phase(self, name: str, seconds: float) -> None:
+        self.times.phases[name] = seconds
+        self._metrics.handover_phases.labels(phase=name).observe(seconds)
 
     def _decoding(self) -> None:
         self._move("DECODING")
@@ -294,15 +305,13 @@ class RequestFlow:
             self._metrics.drop("TokenDelta", "late" if delta.attempt != self.attempt else "repeated")
             return []
         if delta.index > len(self.emitted):
-            self._gap += 1
-            if self._gap == 1:
-                await self._place.probe(self.attempt, len(self.emitted))
-            elif self._gap > MAX_GAP:
-                await self._recover("gap", f"token {delta.index} came where {len(self.emitted)} was due")
+            await self._probe()
             return []
-        self._gap = 0
         self.emitted.append(delta.token)
         self._advanced()
+        if self._handed_over_at is not None and self.state == "DECODING" and delta.index > self._first_index:
+            self._phase("first_step", self._progress_at - self._handed_over_at)
+            self._handed_over_at = None
         return [delta]
 
     # ------------------------------------------------------------------ dispatch and recovery
@@ -310,7 +319,7 @@ class RequestFlow:
     async def _dispatch(self) -> None:
         """Sends the job to a prefill worker; where there is none, to a decode worker that computes the prompt
         too."""
-        self._started, self._gap = False, 0
+        self._started = False
         tokens = self._prompt + self.emitted
         single = self._sampling.max_tokens <= len(self.emitted) + 1
         if not single and self._place.decoder_for(len(tokens)) is None:
@@ -322,6 +331,7 @@ class RequestFlow:
 
     async def _hand_off(self, handle: KvHandle | None, tokens: list[int]) -> None:
         """To a decode worker: ``tokens`` are those whose KV it fetches or computes."""
+        self._handed_over_at = None
         first_index = len(tokens) - len(self._prompt)
         entry = await self._place.to_decoder(self.attempt, tokens, first_index, handle)
         if entry is None:
@@ -345,6 +355,8 @@ class RequestFlow:
         tokens = self._prompt + self.emitted[:-1]
         if self.state != "DECODING":
             self._metrics.drop("Suspended", "repeated")
+        elif handle.num_tokens > len(tokens):
+            await self._probe()  # tokens before it were lost: both are said again
         elif handle.num_tokens != len(tokens) or self._place.decoder_for(len(tokens)) is None:
             await self._recover("handover_failed", "its decode worker drains, and none could take over")
         else:
@@ -360,11 +372,7 @@ class RequestFlow:
         self._metrics.recoveries.labels(cause=cause).inc()
         log.warning(
             "%s recovers while %s, %d tokens in: %s (%s)",
-            self.request_id,
-            self.state.lower(),
-            len(self.emitted),
-            message,
-            cause,
+            *(self.request_id, self.state.lower(), len(self.emitted), message, cause),
         )
         if cause != "preempted":
             self.recoveries += 1

@@ -61,6 +61,13 @@ class RouterMetrics:
             buckets=_SECONDS,
             registry=collector,
         )
+        self.handover_phases = Histogram(
+            "pagerelay_handover_phase_seconds",
+            "Where hand-overs spent their time: reserve, announce, copy, confirm, first_step",
+            ["phase"],
+            buckets=(0.0005, *_SECONDS),
+            registry=collector,
+        )
         self.handover_bytes = Counter(
             "pagerelay_handover_bytes", "KV bytes shipped", ["transport"], registry=collector
         )

@@ -6,6 +6,8 @@ Whatever they are given is booked with them (``WorkerEntry.bound``), and taken b
 
 from __future__ import annotations
 
+import asyncio
+
 from pagerelay.common.wire.messages import (
     Abort,
     DecodeJob,
@@ -38,6 +40,7 @@ class Placement:
         self._flow = flow
         self._links = links
         self._policy = policy
+        self._probed_at: float | None = None
 
     def is_with(self, worker_id: str) -> bool:
         return any(entry.worker_id == worker_id for entry in (self.source, self.decoder) if entry is not None)
@@ -113,8 +116,13 @@ class Placement:
         """The decoder gives its KV from now on."""
         self.source, self.decoder = self.decoder, None
 
-    async def probe(self, attempt: int, next_index: int) -> None:
-        """Asks the worker whose turn it is to say again what we may have missed."""
+    async def probe(self, attempt: int, next_index: int, spacing_s: float) -> None:
+        """Asks the worker whose turn it is to say again what we may have missed, if it was not asked for
+        ``spacing_s``."""
+        now = asyncio.get_running_loop().time()
+        if self._probed_at is not None and now - self._probed_at < spacing_s:
+            return
+        self._probed_at = now
         await self._send(
             self.decoder or self.source,
             Probe(request_id=self._request_id, attempt=attempt, next_index=next_index),

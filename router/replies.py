@@ -40,6 +40,7 @@ class Timings(Struct, frozen=True, kw_only=True):
     queue_ms: float | None = None
     prefill_ms: float | None = None
     handover_ms: float | None = None
+    handover_phases_ms: dict[str, float] | None = None
     ttft_ms: float | None = None
     total_ms: float | None = None
     recoveries: int = 0

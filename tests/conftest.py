@@ -23,7 +23,9 @@ if not Path("/dev/nvidiactl").exists():
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 settings.register_profile("pagerelay", deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True)
-settings.load_profile("pagerelay")
+# The stateful tests go much further then: see tests/unit/service/test_machines.py.
+settings.register_profile("long", settings.get_profile("pagerelay"))
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "pagerelay"))
 
 
 @pytest.fixture(scope="session")

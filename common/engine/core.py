@@ -225,6 +225,13 @@ class EngineCore(ABC):
             message = f"{seq.num_tokens} tokens do not fit this worker's limit of {self.max_model_len}"
             self._tell_failed(seq, "too_long", message, retryable=False)
             return None
+        named = (*seq.token_ids, *seq.sampling.stop_token_ids)
+        least, most, vocab_size = min(named), max(named), self.facts.vocab_size
+        if least < 0 or most >= vocab_size:
+            # It would fail the step it is in, and with it everybody else there.
+            message = f"token ids from {least} to {most}, the vocabulary has {vocab_size}"
+            self._tell_failed(seq, "bad_job", message, retryable=False)
+            return None
         self._by_request[job.request_id] = seq
         return seq
 
@@ -330,6 +337,10 @@ class EngineCore(ABC):
         return [seq for seq in self._in_step if seq.doomed]
 
     # ------------------------------------------------------------------ reading
+
+    def knows(self, request_id: str) -> bool:
+        with self.lock:
+            return request_id in self._by_request
 
     def counts(self) -> BlockCounts:
         with self.lock:

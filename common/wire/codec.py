@@ -1,7 +1,11 @@
-"""msgpack through msgspec: typed both ways, sizes checked before anything is allocated."""
+"""msgpack through msgspec: typed both ways, sizes checked before anything is allocated.
+
+A control frame ends with the CRC-32 of what stands before it: a flipped bit must not become another token.
+"""
 
 from __future__ import annotations
 
+import zlib
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -18,11 +22,18 @@ MAX_NEWS_BYTES = 1024 * 1024
 MAX_DATA_REQUEST_BYTES = 256 * 1024
 """Largest frame of a worker that fetches: block ids of a long prompt at most."""
 
+CRC_BYTES = 4
+
 _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: Message) -> bytes:
-    return _encoder.encode(message)
+    return sealed(_encoder.encode(message))
+
+
+def sealed(body: bytes) -> bytes:
+    """A control frame with ``body`` in it."""
+    return body + zlib.crc32(body).to_bytes(CRC_BYTES, "little")
 
 
 class Decoder(Generic[T]):
@@ -35,7 +46,10 @@ class Decoder(Generic[T]):
     def __call__(self, frame: bytes | memoryview) -> T:
         if len(frame) > self._max_bytes:
             raise WireError(f"a frame of {len(frame)} bytes is over the limit of {self._max_bytes}")
+        body, seal = memoryview(frame)[:-CRC_BYTES], memoryview(frame)[-CRC_BYTES:]
+        if zlib.crc32(body) != int.from_bytes(seal, "little") or len(seal) != CRC_BYTES:
+            raise WireError("a damaged frame: its checksum is not that of its content")
         try:
-            return self._decoder.decode(frame)
+            return self._decoder.decode(body)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise WireError(f"undecodable frame: {error}") from error

@@ -29,7 +29,11 @@ PROTOCOL = 2
 
 Role = Literal["prefill", "decode", "colocated"]
 FinishReason = Literal["stop", "length"]
+
 Count = Annotated[int, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Interval = Annotated[float, Meta(gt=0, le=86400)]
+"""Seconds. Bounds are checked when a message is decoded, and refuse NaN."""
 
 
 class Message(Struct, frozen=True, kw_only=True, gc=False, tag=True, array_like=False):
@@ -40,7 +44,7 @@ class Message(Struct, frozen=True, kw_only=True, gc=False, tag=True, array_like=
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True, gc=False):
-    """How to choose tokens; already validated by the router, so workers trust it.
+    """How to choose tokens; validated by the router, and by bounds at decoding.
 
     Randomness is a function of (``seed``, ``choice``, output position) alone, so neither the batch nor the
     worker nor a recovery changes a token. ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p``
@@ -48,14 +52,14 @@ class SamplingParams(Struct, frozen=True, kw_only=True, gc=False):
     included.
     """
 
-    max_tokens: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    choice: int = 0
-    min_tokens: int = 0
+    max_tokens: Count
+    temperature: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
+    top_k: Count = 0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    min_p: Share = 0.0
+    seed: Count = 0
+    choice: Count = 0
+    min_tokens: Count = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
 
@@ -159,6 +163,17 @@ class Tokens(Message, frozen=True):
     deltas: list[TokenDelta]
 
 
+class HandoverPhases(Struct, frozen=True, kw_only=True):
+    """Where a hand-over spent its time on D, in seconds: from the job's arrival to its blocks being reserved;
+    from asking P to its first announcement (P computes); from the commit's arrival to the last block's copy
+    (what was left after P's last chunk); from there to P's word that the lease stood."""
+
+    reserve_s: float = 0.0
+    announce_s: float = 0.0
+    copy_s: float = 0.0
+    confirm_s: float = 0.0
+
+
 class HandedOver(Message, frozen=True):
     """D holds the whole KV and has confirmed it; decoding starts.
 
@@ -173,6 +188,7 @@ class HandedOver(Message, frozen=True):
     num_bytes: int
     num_computed_tokens: int = 0
     """Prompt tokens that D had to compute itself: 0 wherever the split did its work."""
+    phases: HandoverPhases | None = None
 
 
 class Preempted(Message, frozen=True):
@@ -205,8 +221,8 @@ class Goodbye(Message, frozen=True):
 
 class Welcome(Message, frozen=True):
     router_id: str
-    heartbeat_s: float
-    dead_after_s: float
+    heartbeat_s: Interval
+    dead_after_s: Interval
 
 
 class Refused(Message, frozen=True):
@@ -231,7 +247,7 @@ class PrefillJob(Message, frozen=True):
     """Arrival number at the router: smaller is older, and older goes first."""
     token_ids: list[int]
     sampling: SamplingParams
-    first_index: int
+    first_index: Count
     """Output position of the token this prefill samples; above 0 when it resumes an answer."""
 
 
@@ -241,7 +257,7 @@ class DecodeJob(Message, frozen=True):
     order: int
     token_ids: list[int]
     sampling: SamplingParams
-    first_index: int
+    first_index: Count
     handle: KvHandle | None
     """``None``: no prefill worker serves this request; compute the prompt here."""
 

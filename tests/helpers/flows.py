@@ -15,12 +15,15 @@ from pagerelay.common.wire.messages import (
     FinishReason,
     FirstToken,
     HandedOver,
+    HandoverPhases,
     Hello,
     KvHandle,
     Preempted,
     PrefillJob,
     PrefillStarted,
+    Probe,
     SamplingParams,
+    Suspend,
     Suspended,
     TokenDelta,
     Tokens,
@@ -70,7 +73,9 @@ class Links:
         self.sent: list[tuple[str, Any]] = []
         self.broken: set[str] = set()
 
-    async def send(self, entry: WorkerEntry, message: PrefillJob | DecodeJob | Abort) -> bool:
+    async def send(
+        self, entry: WorkerEntry, message: PrefillJob | DecodeJob | Probe | Suspend | Abort
+    ) -> bool:
         self.sent.append((entry.worker_id, message))
         await asyncio.sleep(0)
         if entry.worker_id in self.broken:
@@ -190,7 +195,13 @@ class Driven:
         )
 
     def handed_over(
-        self, index: int, token: int, transport: str = "shm", reason: FinishReason | None = None, **kw: Any
+        self,
+        index: int,
+        token: int,
+        transport: str = "shm",
+        reason: FinishReason | None = None,
+        phases: HandoverPhases | None = None,
+        **kw: Any,
     ) -> None:
         delta = self.delta(index, token, reason, **kw)
         self.news(
@@ -202,6 +213,7 @@ class Driven:
                 handover_s=0.125,
                 num_bytes=10,
                 num_computed_tokens=4 if transport == "local" else 0,
+                phases=phases,
             )
         )
 

@@ -28,10 +28,14 @@ from pagerelay.common.wire.messages import (
     Preempted,
     PrefillJob,
     PrefillStarted,
+    Probe,
     Ready,
     Release,
     Released,
+    Renew,
     SamplingParams,
+    Suspend,
+    Suspended,
     TokenDelta,
     Tokens,
 )
@@ -58,6 +62,8 @@ class Request:
     preempted: int = 0
     failures: list[str] = field(default_factory=list)
     aborted: bool = False
+    handed_off: int = 0
+    """The last attempt that a decode worker was given."""
 
     @property
     def over(self) -> bool:
@@ -111,6 +117,9 @@ class Hands:
             self.flight.append((self._at_decode, job))
 
     def _hand_off(self, request: Request, handle: KvHandle) -> None:
+        if request.handed_off == request.attempt:
+            return  # said twice
+        request.handed_off = request.attempt
         job = DecodeJob(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -170,6 +179,8 @@ class Hands:
             case Preempted():
                 request.preempted += 1
                 self.recover(request)
+            case Suspended():
+                self.recover(request)  # there is no other decode worker here that could take it
             case Failed():
                 request.failures.append(message.code)
                 if message.retryable:
@@ -201,6 +212,10 @@ class Hands:
                 self.p.fetch(PEER, message, self.now)
             case Release():
                 self.p.release(PEER, message.lease, message.received)
+            case Renew():
+                self.p.renew(message.tickets, self.now)
+            case Probe():
+                self.p.probe(ROUTER, message.request_id, message.attempt, message.next_index)
         self.collect()
 
     def _at_decode(self, message: Any) -> None:
@@ -208,6 +223,10 @@ class Hands:
             self.d.submit(ROUTER, message)
         elif isinstance(message, Abort):
             self.d.abort(message.request_id, message.attempt)
+        elif isinstance(message, Suspend):
+            self.d.suspend(message.request_id, message.attempt)
+        elif isinstance(message, Probe):
+            self.d.probe(ROUTER, message.request_id, message.attempt, message.next_index)
         else:
             self._news(message)
         self.collect()

@@ -37,6 +37,13 @@ async def test_generate_shape(split: Cluster) -> None:
     assert usage["total_tokens"] == usage["prompt_tokens"] + 5
     assert answer["timings"]["ttft_ms"] > 0
     assert answer["timings"]["handover_ms"] is not None
+    assert set(answer["timings"]["handover_phases_ms"]) == {
+        "reserve",
+        "announce",
+        "copy",
+        "confirm",
+        "first_step",
+    }
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 16, 17])

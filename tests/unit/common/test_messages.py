@@ -11,7 +11,7 @@ from engines import handle_for, make_pool
 from pagerelay.common.errors import WireError
 from pagerelay.common.wire import messages as m
 from pagerelay.common.wire.account import BlockCounts, Counters, Load
-from pagerelay.common.wire.codec import MAX_CONTROL_BYTES, Decoder, encode
+from pagerelay.common.wire.codec import CRC_BYTES, MAX_CONTROL_BYTES, Decoder, encode, sealed
 from pagerelay.common.wire.pools import CudaExport, PoolAddress
 from pagerelay.common.wire.roles import MAY_GET, MAY_SEND
 
@@ -125,6 +125,13 @@ LINKS: list[tuple[str, Any, list[m.Message]]] = [
         ],
     ),
 ]
+
+
+def unpacked(message: m.Message) -> Any:
+    """The fields of a message's frame."""
+    return msgspec.msgpack.decode(encode(message)[:-CRC_BYTES])
+
+
 EVERY = [
     pytest.param(union, message, id=type(message).__name__) for _, union, sent in LINKS for message in sent
 ]
@@ -147,22 +154,22 @@ def test_what_is_sent_arrives(union: Any, message: m.Message) -> None:
 
 @pytest.mark.parametrize(("union", "message"), EVERY)
 def test_a_newer_versions_optional_field_is_tolerated(union: Any, message: m.Message) -> None:
-    fields = msgspec.msgpack.decode(encode(message)) | {"invented_later": {"a": [1]}}
-    assert Decoder[Any](union)(msgspec.msgpack.encode(fields)) == message
+    fields = unpacked(message) | {"invented_later": {"a": [1]}}
+    assert Decoder[Any](union)(sealed(msgspec.msgpack.encode(fields))) == message
 
 
 @pytest.mark.parametrize(("union", "message"), EVERY)
 def test_a_missing_or_mistyped_field_is_refused_by_name(union: Any, message: m.Message) -> None:
-    fields = msgspec.msgpack.decode(encode(message))
+    fields = unpacked(message)
     decode: Decoder[Any] = Decoder(union)
     optional = {field.encode_name for field in msgspec.structs.fields(type(message)) if not field.required}
     for name in set(fields) - {"type"}:
         if name not in optional:
             missing = {key: value for key, value in fields.items() if key != name}
             with pytest.raises(WireError, match=rf"missing required field `{name}`"):
-                decode(msgspec.msgpack.encode(missing))
+                decode(sealed(msgspec.msgpack.encode(missing)))
         with pytest.raises(WireError, match=rf"`\$\.{name}[\[`]"):
-            decode(msgspec.msgpack.encode(fields | {name: {1: None}}))
+            decode(sealed(msgspec.msgpack.encode(fields | {name: {1: None}})))
 
 
 @pytest.mark.parametrize(
@@ -173,12 +180,23 @@ def test_a_missing_or_mistyped_field_is_refused_by_name(union: Any, message: m.M
         ({"sampling": {"max_tokens": "5"}}, r"\$\.sampling\.max_tokens"),
         ({"attempt": True}, r"\$\.attempt"),
         ({"request_id": 5}, r"\$\.request_id"),
+        ({"first_index": -1}, r"\$\.first_index"),
+        ({"sampling": {"max_tokens": -1}}, r"\$\.sampling\.max_tokens"),
+        ({"sampling": {"max_tokens": 1, "temperature": float("nan")}}, r"\$\.sampling\.temperature"),
+        ({"sampling": {"max_tokens": 1, "top_p": 0.0}}, r"\$\.sampling\.top_p"),
     ],
 )
-def test_a_wrong_type_names_its_path(change: dict[str, Any], path: str) -> None:
-    fields = msgspec.msgpack.decode(encode(m.PrefillJob(**JOB))) | change
+def test_a_wrong_type_or_a_number_out_of_bounds_names_its_path(change: dict[str, Any], path: str) -> None:
+    fields = unpacked(m.PrefillJob(**JOB)) | change
     with pytest.raises(WireError, match=path):
-        Decoder[Any](m.ToWorker)(msgspec.msgpack.encode(fields))
+        Decoder[Any](m.ToWorker)(sealed(msgspec.msgpack.encode(fields)))
+
+
+@pytest.mark.parametrize("interval", [0.0, -1.0, float("nan"), float("inf"), 1e6])
+def test_a_welcome_names_sensible_times_or_is_refused(interval: float) -> None:
+    welcome = m.Welcome(router_id="r", heartbeat_s=interval, dead_after_s=3.0)
+    with pytest.raises(WireError, match=r"\$\.heartbeat_s"):
+        Decoder[Any](m.ToWorker)(encode(welcome))
 
 
 def test_a_link_takes_only_its_own_messages() -> None:
@@ -187,10 +205,10 @@ def test_a_link_takes_only_its_own_messages() -> None:
 
 
 def test_an_enum_is_closed() -> None:
-    fields = msgspec.msgpack.decode(encode(m.Tokens(deltas=[DELTA])))
+    fields = unpacked(m.Tokens(deltas=[DELTA]))
     fields["deltas"][0]["finish_reason"] = "bored"
     with pytest.raises(WireError, match=r"\$\.deltas\[0\]\.finish_reason"):
-        Decoder[Any](m.ToRouter)(msgspec.msgpack.encode(fields))
+        Decoder[Any](m.ToRouter)(sealed(msgspec.msgpack.encode(fields)))
 
 
 @pytest.mark.parametrize(
@@ -202,8 +220,8 @@ def test_an_enum_is_closed() -> None:
         b"\x90",
         b"\x91" * 100_000,
         b"\x81\xa1a" * 50_000,
-        encode(m.PrefillJob(**JOB))[:-1],
-        encode(m.Beat()) + b"\x00",
+        encode(m.PrefillJob(**JOB))[: -1 - CRC_BYTES],
+        encode(m.Beat())[:-CRC_BYTES] + b"\x00",
         b"\xdd\xff\xff\xff\xff",
         b"\xdf\xff\xff\xff\xff",
         b"\xc6\xff\xff\xff\xff",
@@ -212,7 +230,21 @@ def test_an_enum_is_closed() -> None:
 )
 def test_rubbish_is_refused(frame: bytes) -> None:
     with pytest.raises(WireError, match="undecodable frame"):
+        Decoder[Any](m.ToWorker)(sealed(frame))
+    with pytest.raises(WireError, match="a damaged frame"):
         Decoder[Any](m.ToWorker)(frame)
+
+
+def test_a_frame_with_one_bit_flipped_or_cut_anywhere_is_refused() -> None:
+    frame, decode = encode(m.Tokens(deltas=[DELTA])), Decoder[Any](m.ToRouter)
+    for bit in range(8 * len(frame)):
+        flipped = bytearray(frame)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(WireError, match="a damaged frame"):
+            decode(bytes(flipped))
+    for length in range(len(frame)):
+        with pytest.raises(WireError, match="a damaged frame"):
+            decode(frame[:length])
 
 
 def test_a_frame_over_the_limit_is_refused_before_it_is_read() -> None:

@@ -669,3 +669,11 @@ def test_a_probe_is_told_the_tokens_from_the_one_that_is_due() -> None:
     for due in range(6):
         engine.probe("router", "r", 1, due)
         assert tokens_of(sent_to_router(engine)) == expected[due:]
+    for request_id, attempt in (("other", 1), ("r", 2)):
+        engine.probe("router", request_id, attempt, 0)
+        (failed,) = sent_to_router(engine)
+        assert (failed.request_id, failed.attempt, failed.code) == (request_id, attempt, "forgotten")
+        assert failed.retryable
+    submit(engine, "waiting")
+    engine.probe("router", "waiting", 1, 0)
+    assert sent_to_router(engine) == [], "there is nothing to say of it yet"

@@ -14,7 +14,15 @@ from msgspec import structs
 from pagerelay.common.errors import ConfigError, TransferError
 from pagerelay.common.kv.checksum import block_sum
 from pagerelay.common.transport.base import Bytes, DeviceBlocks, Peer, TransferBackend
-from pagerelay.common.wire.messages import Commit, Fetch, LeaseLost, Ready, Release, Released
+from pagerelay.common.wire.messages import (
+    Commit,
+    Fetch,
+    HandoverPhases,
+    LeaseLost,
+    Ready,
+    Release,
+    Released,
+)
 from pagerelay.common.wire.pools import PoolAddress
 from pagerelay.decode_svc.engine import DecodeEngine, Intake
 from pagerelay.decode_svc.intake import BackendChoice, CorruptBlocks, Fetched, LeaseEnded, fetch_prompt
@@ -45,6 +53,9 @@ class Link:
     async def open(self, fetch: Fetch) -> asyncio.Queue[Any]:
         await self.send(fetch)
         return self.news
+
+    def committed_at(self, lease: int) -> float:
+        return 0.0
 
     def close_lease(self, lease: int) -> None:
         self.closed.append(lease)
@@ -131,7 +142,15 @@ async def test_blocks_are_copied_as_they_are_announced_and_the_lease_confirmed()
         ALL[1],
     ]
     fetched = await fetch(link, backend, intake=intake)
-    assert fetched == Fetched(first_token=4, transport="copy", num_bytes=96, num_blocks=3, handover_s=1.0)
+    assert (fetched.first_token, fetched.transport, fetched.num_bytes, fetched.num_blocks) == (
+        4,
+        "copy",
+        96,
+        3,
+    )
+    # The clock was read when the fetch began, at the first news, when all was copied, and at the end.
+    assert fetched.phases == HandoverPhases(announce_s=1.0, copy_s=2.0, confirm_s=1.0)
+    assert fetched.handover_s == 3.0
     assert backend.copied == [([5], [0]), ([6, 7], [1, 2])]
     assert link.asked == [QUESTION, CONFIRM]
     assert link.closed == [1]

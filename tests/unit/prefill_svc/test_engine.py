@@ -9,6 +9,7 @@ import pytest
 from engines import (
     FACTS,
     INCARNATION,
+    VOCAB,
     HeldRunner,
     RunningStep,
     answer,
@@ -732,3 +733,30 @@ def test_a_block_held_by_nobody_is_found_out_when_idle() -> None:
     engine.blocks.take(1)
     with pytest.raises(PagerelayError, match="not held as their holders"):
         engine.check_idle()
+
+
+def test_after_the_confirmation_a_probe_finds_nothing() -> None:
+    engine = prefill_engine()
+    engine.submit("router", prefill_job("r", PROMPT))
+    run_dry(engine)
+    fetch(engine)
+    engine.release(DECODER, 1, received=True)
+    engine.take_outbox()
+    engine.probe("router", "r", 1, 0)
+    (failed,) = sent_to_router(engine)
+    assert (failed.code, failed.retryable) == ("forgotten", True)
+
+
+@pytest.mark.parametrize("odd", [-1, VOCAB], ids=["below", "above"])
+@pytest.mark.parametrize("where", ["prompt", "stop"])
+def test_a_token_outside_the_vocabulary_ends_its_own_request(odd: int, where: str) -> None:
+    """In a step it would fail everybody else there, too."""
+    engine = prefill_engine()
+    engine.submit("router", prefill_job("good", PROMPT))
+    tokens = [*PROMPT, odd] if where == "prompt" else PROMPT
+    stops = (odd,) if where == "stop" else ()
+    engine.submit("router", prefill_job("bad", tokens, greedy(stop_token_ids=stops), order=2))
+    (failed,) = sent_to_router(engine)
+    assert (failed.request_id, failed.code, failed.retryable) == ("bad", "bad_job", False)
+    sent = [message for _, message in run_dry(engine).to_router]
+    assert first_token("good", next_token(PROMPT)) in [getattr(message, "delta", None) for message in sent]

@@ -71,6 +71,7 @@ def test_generate_stream() -> None:
             "queue_ms": 0.5,
             "prefill_ms": 12.0,
             "handover_ms": None,
+            "handover_phases_ms": None,
             "ttft_ms": 13.0,
             "total_ms": 80.25,
             "recoveries": 0,
