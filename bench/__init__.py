@@ -1,3 +1,27 @@
 r"""Measuring: a load generator for any OpenAI-compatible server, the router alone, and servers side by side.
 
-=============  ==================================================================================="""
+=============  ==========================================================================================
+command        what it does
+=============  ==========================================================================================
+``load``       sends traffic to a running server, open-loop, closed-loop or a named workload, and reports
+``compare``    starts several servers in turn, runs the same workloads on each, prints them side by side
+``router``     measures the router alone: the real router process, scripted workers that compute nothing
+``footprint``  a worker's peak memory and time to readiness, beside their bounds
+``roofline``   a step of the model on this CPU beside what the machine can do, and beside transformers
+``kernels``    compiles the Triton kernels without a GPU and judges their machine code; no speed
+=============  ==========================================================================================
+
+Beside llama.cpp's server, fp32 on both sides, 3 alternating rounds (about 25 minutes on 2 quiet cores; 5, 32,
+32, 8 and 8 requests a round, W4l cut after 60 s; the file is made once)::
+
+    pip install -e '.[peers]'
+    python -m pagerelay.bench.peers.f32_gguf
+    python -m pagerelay.bench compare --agree --rounds 3 --workload W1,W2,W3,W4b,W4l \
+        --spec "split=pagerelay up --threads 1 --port {port} --workers-endpoint tcp://127.0.0.1:0" \
+        --spec "colocated=pagerelay up --colocated 1 --threads 2 --port {port} \
+                --workers-endpoint tcp://127.0.0.1:0" \
+        --spec "llama.cpp=python -m pagerelay.bench.peers.llamacpp --threads 2 --port {port}"
+
+Run as ``python -m pagerelay.bench <command> --help``. Only ``roofline`` needs torch, and nothing is sent off
+this host unless ``--allow-remote`` is given.
+"""

@@ -12,7 +12,8 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from pagerelay.common.config import DEFAULT_MODEL, cache_dir
@@ -28,8 +29,21 @@ def default_path() -> Path:
     return cache_dir() / "peers" / f"{DEFAULT_MODEL}-f32.gguf"
 
 
+@contextmanager
+def _as_llama(gguf_file: Path) -> Iterator[None]:
+    """What goes wrong in reading a file that is not what it should be becomes a ``StartupError``."""
+    try:
+        yield
+    except (KeyError, IndexError, ValueError) as error:  # of GGUFReader, and of keys and tensors by name
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise StartupError(
+            f"{gguf_file.name}: not the GGUF of a llama ({reason}); give the published file of "
+            f"{DEFAULT_MODEL}, or no file"
+        ) from error
+
+
 def write_f32(source: Path, target: Path) -> int:
-    """Writes ``target`` whole or not at all; returns the number of tensors.
+    """Writes ``target``; returns the number of tensors. ``StartupError`` where ``source`` is no model's GGUF.
 
     Keys are copied as they are but for ``general.file_type``, which becomes F32. Rows of q and k keep
     llama.cpp's order.
@@ -37,9 +51,9 @@ def write_f32(source: Path, target: Path) -> int:
     import numpy as np
     from gguf import GGUFReader, GGUFWriter, dequantize
 
-    reader = GGUFReader(source)
-    part = target.with_name(f".{target.name}.part")
-    writer = GGUFWriter(part, reader.fields["general.architecture"].contents())
+    with _as_llama(source):
+        reader = GGUFReader(source)
+        writer = GGUFWriter(target, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
         if name.startswith("GGUF.") or name == "general.architecture":  # the writer's own
             continue
@@ -49,11 +63,12 @@ def write_f32(source: Path, target: Path) -> int:
     for tensor in reader.tensors:
         values = np.ascontiguousarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
         writer.add_tensor(tensor.name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    os.replace(part, target)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()
     return len(reader.tensors)
 
 
@@ -62,7 +77,8 @@ def check_same_weights(gguf_file: Path, folder: Path) -> int:
     import numpy as np
     from safetensors import safe_open
 
-    ours = hub_weights(gguf_file)
+    with _as_llama(gguf_file):
+        ours = hub_weights(gguf_file)
     with safe_open(folder / "model.safetensors", framework="np") as theirs:
         if set(theirs.keys()) != set(ours):
             raise StartupError(f"{gguf_file.name}: its tensors are not those of {folder.name}")
@@ -70,6 +86,20 @@ def check_same_weights(gguf_file: Path, folder: Path) -> int:
             if not np.array_equal(values.view(np.uint32), theirs.get_tensor(name).view(np.uint32)):
                 raise StartupError(f"{gguf_file.name}: {name} differs from the one in {folder.name}")
     return len(ours)
+
+
+def make_f32(source: Path | None, target: Path, folder: Path, say: Callable[[str], None]) -> tuple[int, int]:
+    """Makes ``target`` of ``source`` (None: the published file), checked against the model ``folder``, or
+    leaves everything as it was. Returns the numbers of tensors (written, equal to the folder's)."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as work:
+        source = source or default_gguf(Path(work), say)
+        made = Path(work) / "made" / source.name  # errors in checking it name the source
+        made.parent.mkdir()
+        written = write_f32(source, made)
+        same = check_same_weights(made, folder)
+        os.replace(made, target)
+    return written, same
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,10 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         folder = resolve_model(DEFAULT_MODEL, progress=say)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as work:
-            count = write_f32(args.gguf or default_gguf(Path(work), say), target)
-        same = check_same_weights(target, folder)
+        count, same = make_f32(args.gguf, target, folder, say)
     except (StartupError, OSError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2

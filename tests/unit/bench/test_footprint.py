@@ -12,13 +12,16 @@ from safetensors.numpy import save_file
 
 from pagerelay.bench.footprint import (
     Footprint,
+    FootprintOptions,
+    Sample,
     Worker,
     age_s,
     find_workers,
     footprint_table,
     fp32_bytes,
-    pools_mb,
+    read_sample,
     status_mb,
+    up_command,
 )
 
 SMAPS = """\
@@ -35,7 +38,26 @@ Rss:               90000 kB
 
 
 def test_its_own_pool_and_what_it_reads_of_others() -> None:
-    assert pools_mb(SMAPS) == (1.024, 0.512)
+    found = read_sample(SMAPS)
+    assert (found.own_pool_mb, found.peer_pool_mb) == (1.024, 0.512)
+    assert (found.rss_mb, found.pss_mb) == (91500 * 1024 / 1e6, 700 * 1024 / 1e6)
+
+
+def test_memory_and_pool_are_of_one_moment() -> None:
+    """A peak while the pool was empty is not excused by the pool that is filled afterwards."""
+    worker = Worker(role="decode", pid=1)
+    worker.note(Sample(rss_mb=700.0, pss_mb=600.0, own_pool_mb=0.0, peer_pool_mb=0.0))
+    worker.note(Sample(rss_mb=790.0, pss_mb=500.0, own_pool_mb=100.0, peer_pool_mb=50.0))
+    assert (worker.own_mb, worker.pool_touched_mb, worker.peer_pool_mb) == (700.0, 100.0, 50.0)
+    assert worker.peak_pss_mb == 600.0
+
+
+def test_the_cluster_is_of_the_code_that_runs_this() -> None:
+    options = FootprintOptions(model="m", kv_memory_mib=64, threads=2, results="r", seed=1)
+    words = up_command(("--colocated", "1"), options, 8123)
+    assert words[:6] == [sys.executable, "-m", "pagerelay.cli", "up", "--colocated", "1"]
+    assert words[words.index("--port") + 1] == "8123"
+    assert words[words.index("--kv-memory-mib") + 1] == "64"
 
 
 def test_weights_count_in_fp32_and_a_tied_one_once(tmp_path: Path) -> None:
@@ -46,16 +68,16 @@ def test_weights_count_in_fp32_and_a_tied_one_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("peak", "touched", "ready", "ok"),
+    ("under_traffic", "loaded", "ready", "ok"),
     [
-        (920.0, 100.0, 5.0, True),
-        (950.0, 100.0, 5.0, False),
-        (920.0, 20.0, 5.0, False),
-        (920.0, 100.0, 11.0, False),
+        (820.0, 800.0, 5.0, True),
+        (850.0, 800.0, 5.0, False),
+        (820.0, 850.0, 5.0, False),
+        (820.0, 800.0, 11.0, False),
     ],
 )
-def test_an_untouched_pool_excuses_nothing(peak: float, touched: float, ready: float, ok: bool) -> None:
-    worker = Worker(role="decode", pid=1, peak_mb=peak, pool_touched_mb=touched, ready_s=ready)
+def test_each_bound_counts(under_traffic: float, loaded: float, ready: float, ok: bool) -> None:
+    worker = Worker(role="decode", pid=1, own_mb=under_traffic, loaded_mb=loaded, ready_s=ready)
     found = Footprint(worker=worker, weights_mb=538.0, pool_mb=134.0)
     assert found.ok is ok
     assert footprint_table([found]).splitlines()[-1].split()[-1] == ("yes" if ok else "NO")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +12,8 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quantize
 
-from pagerelay.bench.peers import llamacpp
-from pagerelay.bench.peers.f32_gguf import check_same_weights, write_f32
+from pagerelay.bench.peers import f32_gguf, llamacpp
+from pagerelay.bench.peers.f32_gguf import check_same_weights, make_f32, write_f32
 from pagerelay.common.errors import StartupError
 from pagerelay.common.model.gguf import hub_weights, write_weights
 
@@ -56,7 +57,6 @@ def test_the_fp32_file_has_the_same_weights_and_keys(small_gguf: Path, tmp_path:
     ]
     keys = {name: field.contents() for name, field in before.fields.items()}
     assert {name: field.contents() for name, field in after.fields.items()} == keys | {"general.file_type": 0}
-    assert not list(tmp_path.glob(".*.part"))
 
 
 def test_other_weights_are_told_apart(small_gguf: Path, tmp_path: Path) -> None:
@@ -68,6 +68,80 @@ def test_other_weights_are_told_apart(small_gguf: Path, tmp_path: Path) -> None:
     write_weights(tmp_path, {"strange": np.zeros(1, np.float32)})
     with pytest.raises(StartupError, match="its tensors are not those"):
         check_same_weights(small_gguf, tmp_path)
+
+
+def test_the_file_appears_whole_and_checked(small_gguf: Path, tmp_path: Path) -> None:
+    folder, target = tmp_path / "hub", tmp_path / "made" / "f32.gguf"
+    folder.mkdir()
+    write_weights(folder, hub_weights(small_gguf))
+    assert make_f32(small_gguf, target, folder, print) == (4, 4)
+    assert list(target.parent.iterdir()) == [target]
+    assert target.read_bytes()[:4] == b"GGUF"
+
+
+def _no_room(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("fails", ["write", "check"])
+def test_what_fails_leaves_the_folder_as_it_was(
+    fails: str, small_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, target = tmp_path / "hub", tmp_path / "made" / "f32.gguf"
+    folder.mkdir()
+    target.parent.mkdir()
+    target.write_bytes(b"of an earlier run")
+    weights = hub_weights(small_gguf)
+    if fails == "write":
+        monkeypatch.setattr(GGUFWriter, "write_tensors_to_file", _no_room)
+    else:
+        del weights["model.layers.0.input_layernorm.weight"]
+    write_weights(folder, weights)
+    with pytest.raises((StartupError, OSError), match=r"No space left|its tensors are not those"):
+        make_f32(small_gguf, target, folder, print)
+    assert list(target.parent.iterdir()) == [target]
+    assert target.read_bytes() == b"of an earlier run"
+
+
+def _foreign(path: Path, architecture: str, tensor: str) -> Path:
+    writer = GGUFWriter(path, architecture)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_tensor(tensor, np.zeros(HIDDEN, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_foreign_file_is_refused_by_name(
+    tmp_path: Path, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(f32_gguf, "resolve_model", lambda *_, **__: tiny_dir)
+    target = tmp_path / "made" / "f32.gguf"
+    text = tmp_path / "text.gguf"
+    text.write_bytes(b"no GGUF at all, but longer than a header")
+    empty = tmp_path / "empty.gguf"
+    empty.touch()
+    foreign = [
+        (_foreign(tmp_path / "gemma.gguf", "gemma3", "output_norm.weight"), "llama.attention.head_count"),
+        (_foreign(tmp_path / "part.gguf", "llama", "blk.0.ssm_conv1d.weight"), "ssm_conv1d"),
+        (_foreign(tmp_path / "name.gguf", "llama", "v.patch_embd.weight"), "not enough values"),
+        (text, "magic"),
+        (empty, "empty"),
+    ]
+    for path, reason in foreign:
+        assert f32_gguf.main([str(path), "--out", str(target)]) == 2
+        said = capsys.readouterr().err
+        assert f"{path.name}: not the GGUF of a llama" in said
+        assert reason in said
+        assert not list(target.parent.iterdir())
+
+
+def test_the_pinned_version_is_that_of_the_extra() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["optional-dependencies"]["peers"] == [llamacpp.PACKAGE]
 
 
 def test_what_is_missing_is_named_with_its_remedy(
