@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import signal
 import sys
 import time
@@ -23,6 +24,7 @@ from pagerelay.bench.stats import Slo
 from pagerelay.bench.traffic import MAX_REQUESTS, MAX_SECONDS
 from pagerelay.bench.workloads import WORKLOADS, Shape
 from pagerelay.common.config import DEFAULT_MODEL
+from pagerelay.common.errors import StartupError
 
 MAX_CLIENTS = 4096
 
@@ -251,6 +253,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 parser.error("two specs have the same name")
             return asyncio.run(_ended_by_sigterm(compare(_compare_options(args))))
         if args.command == "roofline":
+            # As a worker has it (``pagerelay.cli``): read when torch loads its OpenMP library, just below.
+            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
             from pagerelay.bench.roofline import RooflineOptions, measure_roofline  # the only one with torch
 
             return measure_roofline(RooflineOptions(args.model, args.threads, args.results))
@@ -259,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "kernels":
             return check_kernels(KernelOptions.of(args))
         return asyncio.run(_ended_by_sigterm(measure_router(RouterOptions.of(args))))
-    except (ValueError, OSError) as error:
+    except (StartupError, ValueError, OSError) as error:
         print(f"{parser.prog} {args.command}: {error}", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, asyncio.CancelledError):

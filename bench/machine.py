@@ -6,6 +6,7 @@ Reads Linux' ``/proc``; where there is none, every figure is ``None``.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import platform
 import shutil
@@ -18,6 +19,7 @@ from msgspec import Struct
 
 PROC = Path("/proc")
 SAMPLE_EVERY_S = 1.0
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
 class Machine(Struct, frozen=True, kw_only=True):
@@ -178,3 +180,13 @@ def git_commit() -> str | None:
 
     commit = ask("rev-parse", "--short=12", "HEAD")
     return commit and commit + ("+" if ask("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def keep_freed_memory() -> bool:
+    """Makes this process's malloc keep what is freed, from now on; False where the C library is not glibc.
+
+    Otherwise glibc takes a block above 32 MiB from the kernel each time, to be filled page by page, unless
+    what was freed before happens to leave a hole for it: the same work then takes one time or another.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, -1))

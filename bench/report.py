@@ -70,6 +70,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(head), "-" * (sum(widths) + 2 * (len(widths) - 1)), *map(line, rows)])
 
 
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The same for a Markdown file."""
+    align = ["---", *("---:" for _ in head[1:])]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, align, *rows))
+
+
 def figures_table(corner: str, columns: Mapping[str, Figures]) -> str:
     """One column a workload; only the rows that some column has a value for."""
     rows = [

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import subprocess
 import sys
 import time
+
+import pytest
 
 from pagerelay.bench.machine import (
     Monitor,
@@ -69,3 +72,30 @@ def test_the_machine() -> None:
 def test_the_commit_is_asked_of_git() -> None:
     commit = git_commit()
     assert commit is None or len(commit.rstrip("+")) == 12
+
+
+FAULTS = """
+import ctypes, resource
+from pagerelay.bench.machine import keep_freed_memory
+library = ctypes.CDLL(None)
+library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
+library.free.argtypes = (ctypes.c_void_p,)
+
+def faults():  # of filling 64 MiB that were filled and freed before
+    for _ in range(2):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        block = library.malloc(64 << 20)
+        ctypes.memset(block, 1, 64 << 20)
+        library.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+print(faults(), keep_freed_memory(), faults())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's malloc")
+def test_freed_memory_stays_and_costs_no_page_faults() -> None:
+    done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
+    as_it_comes, kept, after = done.stdout.split()
+    assert kept == "True"
+    assert int(after) * 4 < int(as_it_comes)

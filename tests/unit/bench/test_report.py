@@ -5,7 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from pagerelay.bench.report import figures_table, header, noise_note, number, stamped, table, write_json
+from pagerelay.bench.report import (
+    figures_table,
+    header,
+    markdown_table,
+    noise_note,
+    number,
+    stamped,
+    table,
+    write_json,
+)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +40,14 @@ def test_the_table_is_aligned() -> None:
         "--------------",
         "a row    1  22",
         "b      333   -",
+    ]
+
+
+def test_the_same_in_markdown() -> None:
+    assert markdown_table(["", "W1"], [["a row", "1"]]).splitlines() == [
+        "|  | W1 |",
+        "| --- | ---: |",
+        "| a row | 1 |",
     ]
 
 
