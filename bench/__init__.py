@@ -8,6 +8,7 @@ command        what it does
 ``router``     measures the router alone: the real router process, scripted workers that compute nothing
 ``footprint``  a worker's peak memory and time to readiness, beside their bounds
 ``roofline``   a step of the model on this CPU beside what the machine can do, and beside transformers
+``handover``   what the hand-over adds to the second token of an answer, phase by phase
 ``kernels``    compiles the Triton kernels without a GPU and judges their machine code; no speed
 =============  ==========================================================================================
 
