@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import mmap
 import time
-<<<<<<< HEAD
-from collections.abc import Callable
-=======
 from collections.abc import Callable, Sequence
->>>>>>> e653759b31e9c72ce074a1d4d0165d1e81f096fe
 from contextlib import suppress
 
 import torch
@@ -17,10 +13,7 @@ from msgspec import Struct
 from pagerelay.common.model.runner import ModelFacts
 
 READ_BYTES = 1 << 30
-<<<<<<< HEAD
-=======
 SQUARES = (1024, 1536, 2048)
->>>>>>> e653759b31e9c72ce074a1d4d0165d1e81f096fe
 REPEATS = 5
 
 
@@ -70,24 +63,14 @@ class Ceiling(Struct, frozen=True, kw_only=True):
 
 
 class Gauge:
-<<<<<<< HEAD
-    """Measures ceilings. Holds 1 GiB for it, in huge pages where the kernel has them, as our weights are."""
-
-    def __init__(self, read_bytes: int = READ_BYTES) -> None:
-=======
     """Measures ceilings. Holds what it reads, in huge pages where the kernel has them, as our weights are."""
 
     def __init__(self, read_bytes: int = READ_BYTES, squares: Sequence[int] = SQUARES) -> None:
->>>>>>> e653759b31e9c72ce074a1d4d0165d1e81f096fe
         memory = mmap.mmap(-1, read_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # a hint: a kernel without huge pages refuses it
             memory.madvise(mmap.MADV_HUGEPAGE)
         self._block = torch.frombuffer(memory, dtype=torch.float32).fill_(1)  # keeps the memory
-<<<<<<< HEAD
-        self._squares = [(torch.randn(n, n), torch.randn(n, n)) for n in (1024, 1536, 2048)]
-=======
         self._squares = [(torch.randn(n, n), torch.randn(n, n)) for n in squares]
->>>>>>> e653759b31e9c72ce074a1d4d0165d1e81f096fe
 
     def measure(self) -> Ceiling:
         """Reading: the best of three ways, a sum, one of many rows, and a product with one vector.

@@ -170,11 +170,7 @@ class TransformersContender:
         ids = torch.arange(100, 100 + case.rows).repeat(case.sequences, 1)
 
         def step() -> tuple[float, None]:
-<<<<<<< HEAD
-            cache = _cache_of(kept)
-=======
             cache = _cache_of(kept)  # each step starts from the same
->>>>>>> e653759b31e9c72ce074a1d4d0165d1e81f096fe
             start = time.perf_counter()
             with torch.inference_mode():
                 self._model(input_ids=ids, use_cache=True, logits_to_keep=1, **{self._cache_argument: cache})
@@ -183,19 +179,11 @@ class TransformersContender:
         return step
 
 
-<<<<<<< HEAD
-def _cache_of(kept: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> DynamicCache:
-    """A cache that holds these keys and values themselves, no copies: each step starts from the same."""
-    empty = torch.empty(*kept[0][0].shape[:2], 0, kept[0][0].shape[3]) if kept else None
-    cache = DynamicCache([(empty, empty) for _ in kept] or None)
-=======
 def _cache_of(kept: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
     """A ``DynamicCache`` that holds these keys and values themselves, no copies."""
     empty = torch.empty(*kept[0][0].shape[:2], 0, kept[0][0].shape[3]) if kept else None
     cache: Any = DynamicCache([(empty, empty) for _ in kept] or None)
->>>>>>> e653759b31e9c72ce074a1d4d0165d1e81f096fe
-    layers: list[Any] = cache.layers
-    for layer, (keys, values) in zip(layers, kept, strict=True):
+    for layer, (keys, values) in zip(cache.layers, kept, strict=True):
         layer.keys, layer.values = keys, values
     return cache
 

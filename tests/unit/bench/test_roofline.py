@@ -50,11 +50,7 @@ def test_flops_of_decode_and_of_a_prompt() -> None:
 
 
 def test_a_ceiling_is_measured_and_divides() -> None:
-<<<<<<< HEAD
-    found = Gauge(read_bytes=1 << 20).measure()
-=======
     found = Gauge(1 << 20, (64,)).measure()
->>>>>>> e653759b31e9c72ce074a1d4d0165d1e81f096fe
     assert found.read_gb_s > 0
     assert found.gflop_s > 0
     bounds = Ceiling(read_gb_s=2.0, gflop_s=4.0).bounds_ms(4e9, 4e9)
@@ -144,11 +140,7 @@ def test_a_report_has_a_table_beside_it(
     monkeypatch.setattr(roofline, "DECODE", (small,))
     monkeypatch.setattr(roofline, "PREFILL", (Case(1, 8, 8),))
     monkeypatch.setattr(roofline, "ROUND_S", 0.0)
-<<<<<<< HEAD
-    monkeypatch.setattr(roofline, "Gauge", lambda: Gauge(read_bytes=1 << 20))
-=======
     monkeypatch.setattr(roofline, "Gauge", lambda: Gauge(1 << 20, (64,)))
->>>>>>> e653759b31e9c72ce074a1d4d0165d1e81f096fe
     monkeypatch.setattr(roofline, "keep_freed_memory", lambda: True)  # for good, and of the tests' process
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     threads = torch.get_num_threads()
