@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from pagerelay.common.model.feed import Feed
 from pagerelay.common.model.ops import PagedOps
 
 
@@ -39,6 +40,14 @@ class Batch:
     query_starts: torch.Tensor
     logits_rows: torch.Tensor
     num_logits: int
+
+    def sent(self, feed: Feed) -> Batch:
+        """The same on the model's device."""
+        tensors = (
+            *(self.token_ids, self.positions, self.slots, self.tables),
+            *(self.seq_lens, self.query_starts, self.logits_rows),
+        )
+        return Batch(*feed.send([tensor.numpy() for tensor in tensors]), num_logits=self.num_logits)
 
 
 def build_batch(rows: Sequence[Row], block_size: int, min_rows: int) -> Batch:

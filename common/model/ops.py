@@ -47,6 +47,21 @@ class PagedOps(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor: ...
 
 
+@runtime_checkable
+class SamplingOps(Protocol):
+    """Operations that can also choose tokens where the logits are."""
+
+    def choose(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        uniform: Tensor,
+    ) -> Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class LayerParts:
     """A decoder layer, ``x += out(attend(qkv(norm(x))))`` then ``x += down(silu_mul(gate_up(norm(x))))``.

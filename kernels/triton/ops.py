@@ -19,6 +19,7 @@ from pagerelay.kernels.triton.launch import (
     write_constants,
 )
 from pagerelay.kernels.triton.rows import rms_norm_kernel, silu_mul_kernel, write_kv_kernel
+from pagerelay.kernels.triton.sampling import SampleRows, sample
 
 PROGRAMS_PER_PROCESSOR = 2
 INTERPRETED_PROCESSORS = 132
@@ -241,6 +242,18 @@ class TritonOps:
                 gate_up, out, **constants
             )
         return out
+
+    def choose(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        uniform: Tensor,
+    ) -> Tensor:
+        """One token id per row; see `sampling.sample` and `SampleRows`."""
+        return sample(logits, SampleRows(temperature, top_k, top_p, min_p, uniform))
 
     def stack(self, layers: Sequence[Any]) -> tuple[Any, ...]:
         """The form `run_stack` takes of decoder layers; each as `LayerParts`, with its linears packed."""
