@@ -1,4 +1,4 @@
-"""Command line: ``python -m pagerelay.bench load|compare|router|footprint|roofline|kernels``."""
+"""Command line: ``python -m pagerelay.bench load|compare|router|footprint|roofline|kernels|gpu-check``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import msgspec
 from pagerelay.bench.client import is_loopback
 from pagerelay.bench.compare import CompareOptions, Spec, compare
 from pagerelay.bench.footprint import FootprintOptions, measure_footprint
+from pagerelay.bench.gpu_check import SECTIONS, GpuCheckOptions, gpu_check
 from pagerelay.bench.kernels import KernelOptions, check_kernels
 from pagerelay.bench.load import LoadOptions, load
 from pagerelay.bench.router import RouterOptions, measure_router
@@ -203,6 +204,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     kernels.add_argument("--only", default="", metavar="WORDS", help="variants whose name has one of a,b,c")
     kernels.add_argument("--results", default="bench/results", metavar="DIR", help="folder of the report")
+
+    gpu = commands.add_parser(
+        "gpu-check", help="all that only a GPU can prove, in ten minutes; exit code: checks that failed"
+    )
+    gpu.add_argument("--only", default="", metavar="SECTIONS", help=f"of {','.join(SECTIONS)}")
+    gpu.add_argument("--dry-run", action="store_true", help="on the CPU, in Triton's interpreter")
+    gpu.add_argument("--device", default="cuda:0", metavar="CUDA", help="(cuda:0)")
+    gpu.add_argument("--out", default="bench/results/gpu", metavar="DIR", help="folder of the reports")
+    gpu.add_argument("--one-section", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
@@ -258,6 +268,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return asyncio.run(_ended_by_sigterm(measure_footprint(_footprint_options(args))))
         if args.command == "kernels":
             return check_kernels(KernelOptions.of(args))
+        if args.command == "gpu-check":
+            return gpu_check(GpuCheckOptions.of(args))
         return asyncio.run(_ended_by_sigterm(measure_router(RouterOptions.of(args))))
     except (ValueError, OSError) as error:
         print(f"{parser.prog} {args.command}: {error}", file=sys.stderr)

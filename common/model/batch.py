@@ -47,7 +47,15 @@ class Batch:
             *(self.token_ids, self.positions, self.slots, self.tables),
             *(self.seq_lens, self.query_starts, self.logits_rows),
         )
-        return Batch(*feed.send([tensor.numpy() for tensor in tensors]), num_logits=self.num_logits)
+        return batch_of(feed.send([tensor.numpy() for tensor in tensors]), self.num_logits)
+
+
+def batch_of(tensors: Sequence[torch.Tensor], num_logits: int) -> Batch:
+    """Of the tensors in the order of the fields."""
+    token_ids, positions, slots, tables, seq_lens, query_starts, logits_rows = tensors
+    return Batch(
+        token_ids, positions, slots, tables, seq_lens, query_starts, logits_rows, num_logits=num_logits
+    )
 
 
 def build_batch(rows: Sequence[Row], block_size: int, min_rows: int) -> Batch:

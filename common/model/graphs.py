@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagerelay.common.model.batch import Batch
+from pagerelay.common.model.batch import Batch, batch_of
 from pagerelay.common.model.feed import Feed, packed_bytes, views
 
 LARGEST = 256
@@ -81,7 +81,7 @@ class DecodeGraphs:
         arrays = padded(None, size, self._max_blocks)
         packed = torch.empty(packed_bytes(arrays), dtype=torch.uint8, device=self._feed.device)
         self._feed.send(arrays, packed)
-        batch = Batch(*views(packed, arrays), num_logits=size)
+        batch = batch_of(views(packed, arrays), size)
         # Compiles each kernel and lets libraries allocate; neither is allowed while a graph is recorded.
         warm = self._forward(batch)
         if not self._logits.numel():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import torch
 import transformers
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pagerelay.common.errors import StartupError
@@ -133,34 +134,48 @@ def _rope_types(config: Any) -> list[str]:
     return [found["rope_type"] for found in sets if "rope_type" in found]
 
 
+def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Raises :class:`StartupError` where the folder's weights cannot be loaded, or do not fit."""
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=IMPLEMENTATION, use_safetensors=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise StartupError(f"model {folder} cannot be loaded: {str(error).splitlines()[0]}") from error
+    try:
+        return model.to(device)
+    except torch.OutOfMemoryError as error:
+        size = sum(parameter.nbytes for parameter in model.parameters()) >> 20
+        raise StartupError(
+            f"model {folder}: its {size} MiB of weights do not fit on {device}; choose a smaller model or "
+            "dtype, or another GPU with engine.device"
+        ) from error
+
+
+Load = Callable[[Path, torch.dtype, torch.device], nn.Module]
+
+
 class ModelRunner:
     """Weights and kernels. ``run`` is its verb in service; all are called by one thread at a time."""
 
     def __init__(
-        self, folder: Path, ops: PagedOps, *, dtype: str = "float32", feed: Feed | None = None
+        self,
+        folder: Path,
+        ops: PagedOps,
+        *,
+        dtype: str = "float32",
+        feed: Feed | None = None,
+        load: Load = load_model,
     ) -> None:
         """``feed`` names the device of a model that is not on the CPU, and takes the batches there."""
-        transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-        transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self.ops = ops
         self._feed = feed
         self._device = feed.device if feed is not None else torch.device("cpu")
         self._graphs: DecodeGraphs | None = None
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=DTYPES[dtype], attn_implementation=IMPLEMENTATION, use_safetensors=True
-            )
-        except (OSError, ValueError, RuntimeError) as error:
-            raise StartupError(f"model {folder} cannot be loaded: {str(error).splitlines()[0]}") from error
+        model = load(folder, DTYPES[dtype], self._device)
         model.requires_grad_(False).train(False)
-        try:
-            model.to(self._device)
-        except torch.OutOfMemoryError as error:
-            size = sum(parameter.nbytes for parameter in model.parameters()) >> 20
-            raise StartupError(
-                f"model {folder}: its {size} MiB of weights do not fit on {self._device}; choose a smaller "
-                "model or dtype, or another GPU with engine.device"
-            ) from error
         self.model = use_ops(model, ops)
 
     @torch.inference_mode()

@@ -18,7 +18,7 @@ from pagerelay.common.kv.pool import KvPool
 from pagerelay.common.model.feed import Feed
 from pagerelay.common.model.graphs import Capture, CudaCapture, graph_sizes
 from pagerelay.common.model.ops import PagedOps
-from pagerelay.common.model.runner import ModelFacts, ModelRunner, read_facts
+from pagerelay.common.model.runner import Load, ModelFacts, ModelRunner, load_model, read_facts
 from pagerelay.common.service.gpu_memory import pool_bytes, run_largest_step
 from pagerelay.common.transport.base import Bytes, DirectBackend, TransferBackend
 from pagerelay.common.transport.cuda_ipc import CudaIpcBackend
@@ -61,15 +61,16 @@ def build_parts(
     ops: PagedOps,
     cuda: Callable[[int], CudaRuntime] = open_runtime,
     capture: Callable[[], Capture] = CudaCapture,
+    load: Load = load_model,
 ) -> Parts:
     """On CPU the pool is allocated before the weights are read, so that what cannot work fails within a
     second; on a GPU it gets what they leave.
 
     ``cuda`` opens the runtime of a GPU by its number, where ``engine.device`` names one; ``capture`` makes
-    what records graphs there.
+    what records graphs there; ``load`` the model.
     """
     if config.engine.device != "cpu":
-        return _build_on_gpu(config, folder, ops, cuda(_gpu_index(config.engine.device)), capture)
+        return _build_on_gpu(config, folder, ops, cuda(_gpu_index(config.engine.device)), capture, load)
     facts = read_facts(folder, config.model.max_model_len, config.engine.cpu_weights)
     layout = facts.layout(config.cache.block_size)
     memory_mib = config.cache.kv_memory_mib or CPU_KV_MEMORY_MIB
@@ -77,7 +78,7 @@ def build_parts(
     check_fits(num_blocks, layout.block_size)
     backend, memory = _allocate(config, num_blocks, layout, None)
     try:
-        runner = ModelRunner(folder, ops)
+        runner = ModelRunner(folder, ops, load=load)
     except BaseException:
         backend.close()
         raise
@@ -86,13 +87,18 @@ def build_parts(
 
 
 def _build_on_gpu(
-    config: Config, folder: Path, ops: PagedOps, cuda: CudaRuntime, capture: Callable[[], Capture]
+    config: Config,
+    folder: Path,
+    ops: PagedOps,
+    cuda: CudaRuntime,
+    capture: Callable[[], Capture],
+    load: Load,
 ) -> Parts:
     settings = config.engine
     facts = read_facts(folder, config.model.max_model_len, dtype=settings.dtype)
     layout = facts.layout(config.cache.block_size)
     limits = _limits(config, GPU_BATCH_TOKENS)
-    runner = ModelRunner(folder, ops, dtype=facts.dtype, feed=Feed(cuda.torch_device))
+    runner = ModelRunner(folder, ops, dtype=facts.dtype, feed=Feed(cuda.torch_device), load=load)
     sizes = graph_sizes(limits.max_num_seqs) if not settings.enforce_eager and facts.graphable else []
     num_blocks = config.cache.num_blocks
     if num_blocks is None:

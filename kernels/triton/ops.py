@@ -70,7 +70,7 @@ class TritonOps:
         if heads < 1:
             raise ValueError(f"qkv {tuple(qkv.shape)} does not fit pool {tuple(pool.shape)}")
         check_rows_dense(qkv)
-        query, key, value = qkv.split([heads, kv_heads, kv_heads], dim=1)
+        query, key, value = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
         rows = self._check_write(pool, key, value, slots)
         check_angles(qkv, cos, sin)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)

@@ -14,7 +14,7 @@ from engines import decode_engine, make_pool, prefill_engine
 from handwork import Hands
 
 from pagerelay.common.model.feed import Feed
-from pagerelay.common.model.graphs import CudaCapture, graph_sizes
+from pagerelay.common.model.graphs import CudaCapture
 from pagerelay.common.model.runner import ModelRunner, read_facts
 from pagerelay.common.model.tiny import make_tiny_model
 from pagerelay.common.wire.messages import SamplingParams
@@ -90,11 +90,3 @@ def test_the_same_ids_as_the_torch_twins(folder: Path) -> None:
     assert served(folder, ModelRunner(folder, TritonOps(), feed=Feed(device()))) == expected
     runner = ModelRunner(folder, TritonOps(deterministic=True), feed=Feed(device()))
     assert served(folder, runner, recorded=True) == expected
-
-
-def test_sizes_of_graphs() -> None:
-    assert graph_sizes(1) == [1]
-    assert graph_sizes(3) == [1, 2, 3]
-    assert graph_sizes(20) == [1, 2, 4, 8, 16, 20]
-    assert graph_sizes(64)[-3:] == [48, 56, 64]
-    assert graph_sizes(1000)[-2:] == [240, 256]
