@@ -8,6 +8,7 @@ import asyncio
 import os
 import sys
 from functools import partial
+from typing import Any
 
 from pagerelay.common.config import Config, load_config
 from pagerelay.common.errors import ConfigError, StartupError
@@ -103,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         for flag in flags:
             dotted, text = _FLAGS[flag]
-            alone: dict[str, str] = {"nargs": "?", "const": "true"} if flag in _SWITCHES else {}
+            alone: dict[str, Any] = {"nargs": "?", "const": "true"} if flag in _SWITCHES else {}
             command.add_argument(
                 f"--{flag}", metavar="VALUE", help=f"{text} ({dotted})", dest=f"flag_{dotted}", **alone
             )

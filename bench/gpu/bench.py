@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from pagerelay.bench.stats import median
 
 
 class OutOfTime(Exception):
@@ -72,7 +71,7 @@ class Bench:
                 function()
             end.record()
         self.wait()
-        return median([start.elapsed_time(end) / inner for start, end in pairs])
+        return statistics.median([start.elapsed_time(end) / inner for start, end in pairs])
 
     def host_us(self, function: Callable[[], Any], calls: int = 200) -> float:
         """Microseconds of the host for one call that does not wait for the device."""

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,7 +48,7 @@ def workers_and_others(bench: Bench) -> None:
         taken = [1000 * asked.handover_s for asked in split if asked.handover_s is not None]
         bench.figure("hand-over p50", percentile(taken, 50), "ms", f"p99 {percentile(taken, 99):.1f}")
         bench.go_on()
-        _transformers(bench, folder, prompts, answer_tokens)
+        _transformers(bench, folder, prompts[: bench.sized(count, 1)], answer_tokens)
 
 
 async def _serve(
@@ -109,7 +110,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _transformers(bench: Bench, folder: Path, prompts: list[list[int]], answer_tokens: int) -> None:
     from transformers import GenerationConfig
 
-    wanted = GenerationConfig(max_new_tokens=answer_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    settings: dict[str, Any] = {"max_new_tokens": answer_tokens, "eos_token_id": -1, "pad_token_id": 0}
+    wanted = GenerationConfig(do_sample=False, **settings)  # type: ignore[no-untyped-call]
     dtype = bench.sized(torch.bfloat16, torch.float32)
     for attention in ATTENTIONS[-1:] if bench.dry else ATTENTIONS:
         bench.go_on()

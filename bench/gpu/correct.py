@@ -18,15 +18,21 @@ from pagerelay.kernels.triton.blocks import copy_blocks, gather_blocks, scatter_
 from pagerelay.kernels.triton.ops import TritonOps
 
 BARS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+SHAPES = {
+    torch.bfloat16: [(128, 4, 16), (128, 8, 64), (64, 3, 16), (80, 1, 16), (256, 2, 32)],
+    torch.float16: [(128, 4, 16), (64, 1, 64)],
+    torch.float32: [(64, 3, 16), (128, 4, 64), (16, 2, 16)],
+}
+"""Head dimension, query heads of a KV head, block size."""
 LAYERS, LAYER = 3, 1
 Shape = dict[str, Any]
 
 
 def kernels(bench: Bench) -> None:
-    dtypes = bench.sized(list(BARS), [torch.float32])
+    dtypes = bench.sized(list(SHAPES), [torch.float32])
     for dtype in dtypes:
         worst: dict[str, float] = {}
-        for name, shape, lengths, rows in _attentions(bench):
+        for name, shape, lengths, rows in _attentions(bench, dtype):
             step = Step(bench.device, dtype, lengths, rows, **shape)
             for kind, ops in _sets(bench):
                 bench.go_on()
@@ -51,10 +57,13 @@ def _sets(bench: Bench) -> list[tuple[str, TritonOps]]:
     return made + more
 
 
-def _attentions(bench: Bench) -> Iterator[tuple[str, Shape, Sequence[int], Sequence[int] | None]]:
-    dims, groups = bench.sized(((64, 80, 128, 256), (1, 3, 4, 8)), ((16,), (2,)))
+def _attentions(
+    bench: Bench, dtype: torch.dtype
+) -> Iterator[tuple[str, Shape, Sequence[int], Sequence[int] | None]]:
+    """Each shape is compiled some six times, so they are few, most of them for bf16; the interpreter has the
+    full product of them."""
     lengths = bench.sized([1, 15, 16, 17, 63, 64, 65, 1000, 4097], [1, 17, 40])
-    for head_dim, group, block_size in itertools.product(dims, groups, bench.sized((16, 64), (16,))):
+    for head_dim, group, block_size in bench.sized(SHAPES[dtype], [(16, 2, 16)]):
         shape = {"heads": 2 * group, "kv_heads": 2, "head_dim": head_dim, "block_size": block_size}
         yield "decode", shape, lengths, None
         yield "prefill and decode", shape, [*lengths, 300], [min(n, 33) for n in lengths] + [1]

@@ -37,7 +37,7 @@ SMALL = LLAMA_8B | {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_attention_heads": 4,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 512,
@@ -59,7 +59,8 @@ def random_model(
     """A :data:`~pagerelay.common.model.runner.Load`: made on the device, transformers' own initialisation."""
     torch.manual_seed(0)
     with torch.device(device):
-        model: nn.Module = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(folder), dtype=dtype, attn_implementation=implementation
+        config = AutoConfig.from_pretrained(folder)
+        model: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, attn_implementation=implementation
         )
     return model

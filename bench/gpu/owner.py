@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
             break
         written = None
         if device.type == "cuda":
-            torch.cuda._sleep(SLEEP_CYCLES)
+            torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
             content.fill_(int(words[1]))
             written = memory.mark_written()
         else:

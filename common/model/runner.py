@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pagerelay.common.errors import StartupError
 from pagerelay.common.hashing import model_digest
-from pagerelay.common.kv.pool import DTYPES
 from pagerelay.common.model.attention import IMPLEMENTATION
 from pagerelay.common.model.batch import Batch, StepContext
 from pagerelay.common.model.feed import Feed, current
@@ -174,7 +173,7 @@ class ModelRunner:
         self._feed = feed
         self._device = feed.device if feed is not None else torch.device("cpu")
         self._graphs: DecodeGraphs | None = None
-        model = load(folder, DTYPES[dtype], self._device)
+        model = load(folder, getattr(torch, dtype), self._device)
         model.requires_grad_(False).train(False)
         self.model = use_ops(model, ops)
 
