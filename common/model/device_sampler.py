@@ -44,19 +44,19 @@ class DeviceSampler:
         rows = np.repeat(np.arange(len(requests)), [len(request.forbidden) for request in requests])
         columns = np.asarray([token for request in requests for token in request.forbidden], dtype=np.int64)
         with current(logits.device):
-            temperature, top_p, min_p, drawn, top_k, row, column = self._feed.send(
+            *wishes, row, column = self._feed.send(
                 [
                     np.asarray([p.temperature for p in params], dtype=np.float64),
+                    # Larger than any vocabulary means none, and has to fit.
+                    np.asarray([min(p.top_k, 2**31 - 1) for p in params], dtype=np.int32),
                     np.asarray([p.top_p for p in params], dtype=np.float64),
                     np.asarray([p.min_p for p in params], dtype=np.float64),
                     np.asarray(numbers, dtype=np.float64),
-                    # Larger than any vocabulary means none, and has to fit.
-                    np.asarray([min(p.top_k, 2**31 - 1) for p in params], dtype=np.int32),
                     rows.astype(np.int64),
                     columns,
                 ]
             )
             if columns.size:
                 logits.index_put_((row, column), logits.new_full((), float("-inf")))
-            tokens: list[int] = self._ops.choose(logits, temperature, top_k, top_p, min_p, drawn).tolist()
+            tokens: list[int] = self._ops.choose(logits, *wishes).tolist()
         return tokens

@@ -14,11 +14,7 @@ from torch import Tensor
 
 _ALIGNMENT = 16
 _FIRST_BYTES = 1 << 16
-_TYPES: dict[str, torch.dtype] = {
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "float64": torch.float64,
-}
+_TYPES = {"int32": torch.int32, "int64": torch.int64, "float64": torch.float64}
 
 Arrays = Sequence[NDArray[Any]]
 

@@ -51,15 +51,10 @@ class PagedOps(Protocol):
 class SamplingOps(Protocol):
     """Operations that can also choose tokens where the logits are."""
 
-    def choose(
-        self,
-        logits: Tensor,
-        temperature: Tensor,
-        top_k: Tensor,
-        top_p: Tensor,
-        min_p: Tensor,
-        uniform: Tensor,
-    ) -> Tensor: ...
+    def choose(self, logits: Tensor, *wishes: Tensor) -> Tensor:
+        """Token ids ``[rows]`` int64. wishes, ``[rows]`` each: temperature, top-k, top-p, min-p and the
+        uniform number, fp64 but for the int32 top-k."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

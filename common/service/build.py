@@ -30,6 +30,7 @@ from pagerelay.common.wire.messages import Layout
 
 log = logging.getLogger(__name__)
 
+MakeCapture = Callable[[], Capture]
 CPU_KV_MEMORY_MIB = 768
 CPU_BATCH_TOKENS, GPU_BATCH_TOKENS = 256, 2048
 
@@ -60,7 +61,7 @@ def build_parts(
     folder: Path,
     ops: PagedOps,
     cuda: Callable[[int], CudaRuntime] = open_runtime,
-    capture: Callable[[], Capture] = CudaCapture,
+    capture: MakeCapture = CudaCapture,
     load: Load = load_model,
 ) -> Parts:
     """On CPU the pool is allocated before the weights are read, so that what cannot work fails within a
@@ -87,12 +88,7 @@ def build_parts(
 
 
 def _build_on_gpu(
-    config: Config,
-    folder: Path,
-    ops: PagedOps,
-    cuda: CudaRuntime,
-    capture: Callable[[], Capture],
-    load: Load,
+    config: Config, folder: Path, ops: PagedOps, cuda: CudaRuntime, capture: MakeCapture, load: Load
 ) -> Parts:
     settings = config.engine
     facts = read_facts(folder, config.model.max_model_len, dtype=settings.dtype)
@@ -105,9 +101,8 @@ def _build_on_gpu(
         if config.cache.kv_memory_mib is not None:
             num_bytes = config.cache.kv_memory_mib << 20
         else:
-            run_largest_step(
-                *(runner, layout, cuda.torch_device, limits.max_num_seqs, limits.max_batch_tokens)
-            )
+            largest = limits.max_num_seqs, limits.max_batch_tokens
+            run_largest_step(runner, layout, cuda.torch_device, *largest)
             utilization = settings.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
             num_bytes = pool_bytes(cuda, utilization, max(sizes, default=0), facts.vocab_size)
         num_blocks = num_bytes // layout.block_bytes

@@ -243,17 +243,9 @@ class TritonOps:
             )
         return out
 
-    def choose(
-        self,
-        logits: Tensor,
-        temperature: Tensor,
-        top_k: Tensor,
-        top_p: Tensor,
-        min_p: Tensor,
-        uniform: Tensor,
-    ) -> Tensor:
-        """One token id per row; see `sampling.sample` and `SampleRows`."""
-        return sample(logits, SampleRows(temperature, top_k, top_p, min_p, uniform))
+    def choose(self, logits: Tensor, *wishes: Tensor) -> Tensor:
+        """One token id per row; wishes are the columns of `SampleRows`."""
+        return sample(logits, SampleRows(*wishes))
 
     def stack(self, layers: Sequence[Any]) -> tuple[Any, ...]:
         """The form `run_stack` takes of decoder layers; each as `LayerParts`, with its linears packed."""
