@@ -9,6 +9,7 @@ command        what it does
 ``footprint``  a worker's peak memory and time to readiness, beside their bounds
 ``roofline``   a step of the model on this CPU beside what the machine can do, and beside transformers
 ``handover``   what the hand-over adds to the second token of an answer, phase by phase
+``gpu-check``  all that only a GPU can prove, in one call of ten minutes; ``--dry-run`` on the CPU
 ``kernels``    compiles the Triton kernels without a GPU and judges their machine code; no speed
 =============  ==========================================================================================
 

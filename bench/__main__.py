@@ -17,6 +17,7 @@ import msgspec
 from pagerelay.bench.client import is_loopback
 from pagerelay.bench.compare import CompareOptions, Spec, compare
 from pagerelay.bench.footprint import FootprintOptions, measure_footprint
+from pagerelay.bench.gpu_check import SECTIONS, GpuCheckOptions, gpu_check
 from pagerelay.bench.handover import HandoverOptions, measure_handover
 from pagerelay.bench.kernels import KernelOptions, check_kernels
 from pagerelay.bench.load import LoadOptions, load
@@ -218,6 +219,15 @@ def _parser() -> argparse.ArgumentParser:
     handover.add_argument("--transport", choices=("shm", "tcp"), default="shm")
     handover.add_argument("--seed", type=int, default=1, help="of the prompts")
     handover.add_argument("--results", default="bench/results", metavar="DIR", help="folder of the report")
+
+    gpu = commands.add_parser(
+        "gpu-check", help="all that only a GPU can prove, in ten minutes; exit code: checks that failed"
+    )
+    gpu.add_argument("--only", default="", metavar="SECTIONS", help=f"of {','.join(SECTIONS)}")
+    gpu.add_argument("--dry-run", action="store_true", help="on the CPU, in Triton's interpreter")
+    gpu.add_argument("--device", default="cuda:0", metavar="CUDA", help="(cuda:0)")
+    gpu.add_argument("--out", default="bench/results/gpu", metavar="DIR", help="folder of the reports")
+    gpu.add_argument("--one-section", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
@@ -278,6 +288,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "handover":
             options = {name: getattr(args, name) for name in HandoverOptions.__struct_fields__}
             return asyncio.run(_ended_by_sigterm(measure_handover(HandoverOptions(**options))))
+        if args.command == "gpu-check":
+            return gpu_check(GpuCheckOptions.of(args))
         return asyncio.run(_ended_by_sigterm(measure_router(RouterOptions.of(args))))
     except (StartupError, ValueError, OSError) as error:
         print(f"{parser.prog} {args.command}: {error}", file=sys.stderr)

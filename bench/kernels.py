@@ -1,6 +1,6 @@
 """``kernels``: compiles the Triton kernels for sm_80 and sm_90, without a GPU, and judges their machine code.
 
-The compiler runs in a process of its own (``pagerelay.kernels.triton.aot``), which prints a finding a line;
+The compiler runs in a process of its own (``pagerelay.bench.aot``), which prints a finding a line;
 this is the report of them. A failed gate is a failed run.
 """
 
@@ -44,7 +44,7 @@ def findings(only: str) -> Iterator[dict[str, Any]]:
     """As the compiler's process prints them. ValueError, with its last words, when it cannot go on."""
     env = {**os.environ, "TRITON_DEFAULT_FP_FUSION": "1"}
     env.pop("TRITON_INTERPRET", None)  # with it nothing would be compiled
-    command = [sys.executable, "-m", "pagerelay.kernels.triton.aot", "--only", only]
+    command = [sys.executable, "-m", "pagerelay.bench.aot", "--only", only]
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True, env=env)  # noqa: S603 - our own module
         with process:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import selectors
 import signal
@@ -23,7 +24,7 @@ from urllib.parse import urlsplit
 import msgspec
 import yaml
 
-from pagerelay.common.config import Config
+from pagerelay.common.config import DEFAULT_GPU_MEMORY_UTILIZATION, Config
 from pagerelay.common.errors import StartupError
 from pagerelay.common.model.fetch import resolve_model
 from pagerelay.common.segments import sweep_dead_segments
@@ -93,6 +94,9 @@ class LocalCluster:
         effective = msgspec.to_builtins(config)
         effective["model"] |= {"path": str(model), "served_name": config.model.served_name or model.name}
         effective["engine"]["threads"] = threads
+        if config.engine.gpu_memory_utilization is None:  # all of them are on one GPU
+            share = math.floor(100 * DEFAULT_GPU_MEMORY_UTILIZATION / len(workers)) / 100
+            effective["engine"]["gpu_memory_utilization"] = share
         self._file = Path(self._folder.name) / "pagerelay.yaml"
         self._file.touch(mode=0o600)
         self._file.write_text(yaml.safe_dump(effective), encoding="utf-8")

@@ -8,6 +8,7 @@ import asyncio
 import os
 import sys
 from functools import partial
+from typing import Any
 
 from pagerelay.common.config import Config, load_config
 from pagerelay.common.errors import ConfigError, StartupError
@@ -34,6 +35,10 @@ _FLAGS = {
     "max-batch-tokens": ("engine.max_batch_tokens", "token budget of one step"),
     "threads": ("engine.threads", "CPU threads of a worker's model"),
     "device": ("engine.device", "cpu, cuda or cuda:N"),
+    "dtype": ("engine.dtype", "auto, float32, float16 or bfloat16"),
+    "gpu-memory-utilization": ("engine.gpu_memory_utilization", "part of a GPU's memory for one worker"),
+    "enforce-eager": ("engine.enforce_eager", "no CUDA graphs"),
+    "deterministic": ("engine.deterministic", "GPU attention independent of the rest of a step"),
     "cpu-ops": ("engine.cpu_ops", "auto, c or torch"),
     "cpu-weights": ("engine.cpu_weights", "fp32 or int8"),
     "prefill": ("cluster.prefill", "number of prefill workers"),
@@ -45,6 +50,8 @@ _FLAGS = {
     "cluster-key-file": ("cluster.key_file", "file with the cluster key"),
     "log-level": ("log_level", "debug, info, warning or error"),
 }
+_SWITCHES = ("enforce-eager", "deterministic")
+"""Flags that mean true when they stand alone."""
 _MODEL = ("model", "max-model-len", "log-level")
 _ENGINE = (
     "block-size",
@@ -54,6 +61,10 @@ _ENGINE = (
     "max-batch-tokens",
     "threads",
     "device",
+    "dtype",
+    "gpu-memory-utilization",
+    "enforce-eager",
+    "deterministic",
     "cpu-ops",
     "cpu-weights",
 )
@@ -97,8 +108,9 @@ def _parser() -> argparse.ArgumentParser:
         )
         for flag in flags:
             dotted, text = _FLAGS[flag]
+            alone: dict[str, Any] = {"nargs": "?", "const": "true"} if flag in _SWITCHES else {}
             command.add_argument(
-                f"--{flag}", metavar="VALUE", help=f"{text} ({dotted})", dest=f"flag_{dotted}"
+                f"--{flag}", metavar="VALUE", help=f"{text} ({dotted})", dest=f"flag_{dotted}", **alone
             )
         if name == "fetch-model":
             command.add_argument("name", nargs="?", help="default: the configured model")

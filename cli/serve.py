@@ -104,15 +104,15 @@ async def run_worker(
 
 
 def choose_ops(config: Config, threads: int) -> Any:
-    """The kernels: compiled C, or torch's own where there is no compiler; said once."""
+    """The kernels: on CPU compiled C, or torch's own where there is no compiler, said once; on a GPU
+    Triton's."""
     from pagerelay.kernels.cpu_build import KernelUnavailable
     from pagerelay.kernels.cpu_ops import CpuOps
     from pagerelay.kernels.torch_ops import TorchOps
 
-    int8 = config.engine.cpu_weights == "int8"
     if config.engine.device != "cpu":
-        # The pool and the transport know GPUs; the model's kernels for them are the next step.
-        raise StartupError(f"engine.device is {config.engine.device}: the model runs on CPU only so far")
+        return _triton_ops(config)
+    int8 = config.engine.cpu_weights == "int8"
     if config.engine.cpu_ops == "torch":
         if int8:
             raise StartupError(
@@ -130,3 +130,13 @@ def choose_ops(config: Config, threads: int) -> Any:
             ) from error
         log.warning("%s: torch's own kernels serve, about half as fast", error.reason)
         return TorchOps()
+
+
+def _triton_ops(config: Config) -> Any:
+    from pagerelay.kernels.triton import missing
+
+    if reason := missing():
+        raise StartupError(f"engine.device is {config.engine.device}: {reason}")
+    from pagerelay.kernels.triton.ops import TritonOps
+
+    return TritonOps(config.engine.deterministic)

@@ -28,6 +28,7 @@ Seconds = Annotated[float, Meta(gt=0, le=86400)]
 
 MIN_API_KEY = 8
 DEFAULT_MODEL = "smollm2-135m-instruct"
+DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 
 
 def cache_dir() -> Path:
@@ -51,8 +52,9 @@ class ModelConfig(Section, frozen=True):
 class CacheConfig(Section, frozen=True):
     block_size: Annotated[int, Meta(ge=16, le=256, multiple_of=16)] = 16
     """Tokens per KV block."""
-    kv_memory_mib: Annotated[int, Meta(ge=1)] = 768
-    """Size of one worker's KV pool; ``num_blocks`` overrides it."""
+    kv_memory_mib: Annotated[int, Meta(ge=1)] | None = None
+    """Size of one worker's KV pool; ``num_blocks`` overrides it. Default: 768 on CPU, on a GPU what
+    ``engine.gpu_memory_utilization`` leaves."""
     num_blocks: Annotated[int, Meta(ge=2)] | None = None
     prefix_cache: bool = True
 
@@ -60,13 +62,24 @@ class CacheConfig(Section, frozen=True):
 class EngineConfig(Section, frozen=True):
     max_num_seqs: Positive = 64
     """Most sequences in one step."""
-    max_batch_tokens: Annotated[int, Meta(ge=16)] = 256
-    """Token budget of one step; longer prompts are computed in chunks of it."""
+    max_batch_tokens: Annotated[int, Meta(ge=16)] | None = None
+    """Token budget of one step; longer prompts are computed in chunks of it. Default: 256 on CPU, 2048 on a
+    GPU."""
     threads: Positive | None = None
     """CPU threads of a worker's model; default: cores divided by the workers of a local cluster, at least
     1."""
     device: Annotated[str, Meta(pattern=r"^(cpu|cuda(:[0-9]{1,2})?)$")] = "cpu"
-    """Where a worker's KV pool lies: ``cpu``, ``cuda`` (the first GPU visible) or ``cuda:N``."""
+    """Where a worker's model and KV pool lie: ``cpu``, ``cuda`` (the first GPU visible) or ``cuda:N``."""
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """Of weights and KV, the same on all workers. ``auto``: float32 on CPU, which has no other; on a GPU the
+    model's own, and bfloat16 for float32 models."""
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] | None = None
+    """Part of a GPU's memory that one worker takes for everything; default: 0.9, divided by the workers of a
+    local cluster."""
+    enforce_eager: bool = False
+    """On a GPU: launch each step's kernels one by one, without CUDA graphs."""
+    deterministic: bool = False
+    """On a GPU: attention whose sums do not depend on what else is in a step; slower."""
     cpu_ops: Literal["auto", "c", "torch"] = "auto"
     """Kernels on CPU: compiled C where a compiler is found (auto), C or an error, or torch's own."""
     cpu_weights: Literal["fp32", "int8"] = "fp32"
@@ -303,6 +316,15 @@ def load_config(
     if config.cluster.colocated and (config.cluster.prefill or config.cluster.decode):
         raise ConfigError("cluster: colocated workers do both jobs; drop prefill and decode, or colocated")
     on_gpu = config.engine.device != "cpu"
+    if not on_gpu and config.engine.dtype not in ("auto", "float32"):
+        raise ConfigError(
+            f"engine.dtype is {config.engine.dtype}: the CPU computes in float32 only; set it to auto"
+        )
+    if on_gpu and config.engine.cpu_weights != "fp32":
+        raise ConfigError(
+            f"engine.cpu_weights is {config.engine.cpu_weights}, which is for the CPU, and engine.device is "
+            f"{config.engine.device}"
+        )
     if config.worker.transport == ("shm" if on_gpu else "cuda_ipc"):
         raise ConfigError(
             f"worker.transport is {config.worker.transport}, which cannot carry a pool on engine.device "

@@ -22,8 +22,9 @@ from pagerelay.common.hashing import PrefixHasher
 from pagerelay.common.kv.blocks import BlockPool, Holder, PrefixCache
 from pagerelay.common.kv.pool import KvPool
 from pagerelay.common.model.batch import Batch, Row, build_batch
+from pagerelay.common.model.device_sampler import sampler_for
 from pagerelay.common.model.runner import ModelFacts, ModelRunner
-from pagerelay.common.model.sampler import SampleRequest, sample
+from pagerelay.common.model.sampler import SampleRequest
 from pagerelay.common.states import Machine
 from pagerelay.common.wire.account import BlockCounts
 from pagerelay.common.wire.messages import (
@@ -82,6 +83,7 @@ class EngineCore(ABC):
         self.blocks = BlockPool(pool.num_blocks, PrefixCache() if limits.prefix_cache else None)
         self.max_model_len = min(facts.max_model_len, pool.num_blocks * limits.block_size)
         self._runner = runner
+        self._sample = sampler_for(runner.ops)
         self.scheduler = Scheduler(
             self.blocks,
             PrefixHasher(facts.digest, limits.block_size),
@@ -130,7 +132,7 @@ class EngineCore(ABC):
             batch, samples = self._build(plan)
         logits = self._runner.run(batch, self.pool.tensor)
         self.written = self.pool.mark_written()
-        tokens = sample(logits, samples)
+        tokens = self._sample(logits, samples)
         self._computed(plan)
         with self.lock:
             self.pool.settle()

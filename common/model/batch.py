@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from pagerelay.common.model.feed import Feed
 from pagerelay.common.model.ops import PagedOps
 
 
@@ -39,6 +40,22 @@ class Batch:
     query_starts: torch.Tensor
     logits_rows: torch.Tensor
     num_logits: int
+
+    def sent(self, feed: Feed) -> Batch:
+        """The same on the model's device."""
+        tensors = (
+            *(self.token_ids, self.positions, self.slots, self.tables),
+            *(self.seq_lens, self.query_starts, self.logits_rows),
+        )
+        return batch_of(feed.send([tensor.numpy() for tensor in tensors]), self.num_logits)
+
+
+def batch_of(tensors: Sequence[torch.Tensor], num_logits: int) -> Batch:
+    """Of the tensors in the order of the fields."""
+    token_ids, positions, slots, tables, seq_lens, query_starts, logits_rows = tensors
+    return Batch(
+        token_ids, positions, slots, tables, seq_lens, query_starts, logits_rows, num_logits=num_logits
+    )
 
 
 def build_batch(rows: Sequence[Row], block_size: int, min_rows: int) -> Batch:

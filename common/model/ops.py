@@ -51,6 +51,16 @@ class PagedOps(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor: ...
 
 
+@runtime_checkable
+class SamplingOps(Protocol):
+    """Operations that can also choose tokens where the logits are."""
+
+    def choose(self, logits: Tensor, *wishes: Tensor) -> Tensor:
+        """Token ids ``[rows]`` int64. wishes, ``[rows]`` each: temperature, top-k, top-p, min-p and the
+        uniform number, fp64 but for the int32 top-k."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class LayerParts:
     """A decoder layer, ``x += out(attend(qkv(norm(x))))`` then ``x += down(silu_mul(gate_up(norm(x))))``.

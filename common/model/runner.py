@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 import transformers
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pagerelay.common.errors import StartupError
 from pagerelay.common.hashing import model_digest
 from pagerelay.common.model.attention import IMPLEMENTATION
 from pagerelay.common.model.batch import Batch, StepContext
+from pagerelay.common.model.feed import Feed, current
+from pagerelay.common.model.graphs import Capture, DecodeGraphs
 from pagerelay.common.model.ops import PagedOps
 from pagerelay.common.model.replace import use_ops
 from pagerelay.common.wire.messages import PROTOCOL, Layout
@@ -36,12 +40,16 @@ class ModelFacts:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     weights: str = "fp32"
+    dtype: str = "float32"
+    """Of weights, activations and KV: float32, float16 or bfloat16."""
+    graphable: bool = True
+    """Does nothing in a step depend on values that only the device knows?"""
 
     def layout(self, block_size: int) -> Layout:
         return Layout(
             protocol=PROTOCOL,
             model_digest=self.digest,
-            dtype="float32",
+            dtype=self.dtype,
             block_size=block_size,
             num_layers=self.num_layers,
             num_kv_heads=self.num_kv_heads,
@@ -82,9 +90,12 @@ def _eos_token_ids(folder: Path, *configs: Any) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def read_facts(folder: Path, max_model_len: int | None, weights: str = "fp32") -> ModelFacts:
-    """Reads a model folder's configuration. Raises :class:`StartupError` where it is no model we can
-    serve."""
+def read_facts(
+    folder: Path, max_model_len: int | None, weights: str = "fp32", dtype: str = "float32"
+) -> ModelFacts:
+    """Reads a model folder's configuration. ``dtype`` ``auto`` is the model's own, bfloat16 for float32.
+
+    Raises :class:`StartupError` where it is no model we can serve."""
     try:
         whole = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
@@ -114,22 +125,65 @@ def read_facts(folder: Path, max_model_len: int | None, weights: str = "fp32") -
         max_model_len=min(limit, max_model_len or limit),
         eos_token_ids=_eos_token_ids(folder, whole, config),
         weights=weights,
+        dtype=_own_dtype(config) if dtype == "auto" else dtype,
+        # The dynamic ones look at the largest position of a step.
+        graphable=not {"dynamic", "longrope"} & set(_rope_types(config)),
     )
 
 
-class ModelRunner:
-    """Weights and kernels. ``run`` is its only verb; it is called from one thread."""
+def _own_dtype(config: Any) -> str:
+    own = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    return "float16" if own == "float16" else "bfloat16"
 
-    def __init__(self, folder: Path, ops: PagedOps) -> None:
-        transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-        transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+def _rope_types(config: Any) -> list[str]:
+    """Of all kinds of layers; a model may have one set of parameters, or one for each."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    sets = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    return [found["rope_type"] for found in sets if "rope_type" in found]
+
+
+def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Raises :class:`StartupError` where the folder's weights cannot be loaded, or do not fit."""
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=IMPLEMENTATION, use_safetensors=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise StartupError(f"model {folder} cannot be loaded: {str(error).splitlines()[0]}") from error
+    try:
+        return model.to(device)
+    except torch.OutOfMemoryError as error:
+        size = sum(parameter.nbytes for parameter in model.parameters()) >> 20
+        raise StartupError(
+            f"model {folder}: its {size} MiB of weights do not fit on {device}; choose a smaller model or "
+            "dtype, or another GPU with engine.device"
+        ) from error
+
+
+Load = Callable[[Path, torch.dtype, torch.device], nn.Module]
+
+
+class ModelRunner:
+    """Weights and kernels. ``run`` is its verb in service; all are called by one thread at a time."""
+
+    def __init__(
+        self,
+        folder: Path,
+        ops: PagedOps,
+        *,
+        dtype: str = "float32",
+        feed: Feed | None = None,
+        load: Load = load_model,
+    ) -> None:
+        """``feed`` names the device of a model that is not on the CPU, and takes the batches there."""
         self.ops = ops
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, attn_implementation=IMPLEMENTATION, use_safetensors=True
-            )
-        except (OSError, ValueError, RuntimeError) as error:
-            raise StartupError(f"model {folder} cannot be loaded: {str(error).splitlines()[0]}") from error
+        self._feed = feed
+        self._device = feed.device if feed is not None else torch.device("cpu")
+        self._graphs: DecodeGraphs | None = None
+        model = load(folder, getattr(torch, dtype), self._device)
         model.requires_grad_(False).train(False)
         try:
             self.model = use_ops(model, ops, folder.glob("*.safetensors"))
@@ -139,15 +193,43 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, batch: Batch, pool: torch.Tensor) -> torch.Tensor:
         """Computes one step, writing its KV into ``pool``. Returns fp32 logits ``[batch.num_logits,
-        vocab]``."""
-        # A step that samples nothing still runs the head on one row: transformers has no way to leave it out.
-        keep = batch.logits_rows if batch.num_logits else torch.zeros(1, dtype=torch.int64)
+        vocab]``, which are valid until the next step."""
+        with current(self._device):
+            if self._graphs is not None and self._graphs.takes(batch):
+                return self._graphs.run(batch)
+            if not batch.num_logits:
+                # A step that samples nothing still runs the head on one row: transformers has no way to leave
+                # it out.
+                batch = replace(batch, logits_rows=torch.zeros(1, dtype=torch.int64))
+            if self._feed is not None:
+                batch = batch.sent(self._feed)
+            return self._forward(batch, pool)[: batch.num_logits]
+
+    def _forward(self, batch: Batch, pool: torch.Tensor) -> torch.Tensor:
+        """fp32 logits of the batch's ``logits_rows``."""
         output = self.model(
             input_ids=batch.token_ids[None],
             position_ids=batch.positions[None],
             use_cache=False,
-            logits_to_keep=keep,
+            logits_to_keep=batch.logits_rows,
             paged=StepContext(batch, pool, self.ops),
         )
-        logits: torch.Tensor = output.logits[0, : batch.num_logits].float()
+        logits: torch.Tensor = output.logits[0].float()
         return logits
+
+    @torch.inference_mode()
+    def record_decode_steps(
+        self, pool: torch.Tensor, sizes: Sequence[int], max_model_len: int, capture: Capture
+    ) -> None:
+        """From now on steps of decoding sequences alone, up to the largest of ``sizes``, are played from CUDA
+        graphs. They read and write this ``pool``, which has to stay where it is."""
+        if self._feed is None:
+            raise ValueError("graphs need a feed: on the CPU there is nothing to record")
+        with current(self._device):
+            self._graphs = DecodeGraphs(
+                lambda batch: self._forward(batch, pool),
+                self._feed,
+                sizes,
+                -(-max_model_len // pool.shape[4]),
+                capture,
+            )

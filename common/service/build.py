@@ -10,13 +10,16 @@ from pathlib import Path
 
 import torch
 
-from pagerelay.common.config import Config
+from pagerelay.common.config import DEFAULT_GPU_MEMORY_UTILIZATION, Config
 from pagerelay.common.engine.core import EngineLimits, check_fits
 from pagerelay.common.errors import CudaError, StartupError
 from pagerelay.common.kv.memory import DeviceMemory
 from pagerelay.common.kv.pool import KvPool
+from pagerelay.common.model.feed import Feed
+from pagerelay.common.model.graphs import Capture, CudaCapture, graph_sizes
 from pagerelay.common.model.ops import PagedOps
-from pagerelay.common.model.runner import ModelFacts, ModelRunner, read_facts
+from pagerelay.common.model.runner import Load, ModelFacts, ModelRunner, load_model, read_facts
+from pagerelay.common.service.gpu_memory import pool_bytes, run_largest_step
 from pagerelay.common.transport.base import Bytes, DirectBackend, TransferBackend
 from pagerelay.common.transport.cuda_ipc import CudaIpcBackend
 from pagerelay.common.transport.cuda_runtime import CudaRuntime
@@ -26,6 +29,10 @@ from pagerelay.common.transport.tcp import TcpBackend
 from pagerelay.common.wire.messages import Layout
 
 log = logging.getLogger(__name__)
+
+MakeCapture = Callable[[], Capture]
+CPU_KV_MEMORY_MIB = 768
+CPU_BATCH_TOKENS, GPU_BATCH_TOKENS = 256, 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,32 +57,80 @@ def set_threads(config: Config) -> int:
 
 
 def build_parts(
-    config: Config, folder: Path, ops: PagedOps, cuda: Callable[[int], CudaRuntime] = open_runtime
+    config: Config,
+    folder: Path,
+    ops: PagedOps,
+    cuda: Callable[[int], CudaRuntime] = open_runtime,
+    capture: MakeCapture = CudaCapture,
+    load: Load = load_model,
 ) -> Parts:
-    """Allocates the pool before the weights are read, so that what cannot work fails within a second.
+    """On CPU the pool is allocated before the weights are read, so that what cannot work fails within a
+    second; on a GPU it gets what they leave.
 
-    ``cuda`` opens the runtime of a GPU by its number, where ``engine.device`` names one.
+    ``cuda`` opens the runtime of a GPU by its number, where ``engine.device`` names one; ``capture`` makes
+    what records graphs there; ``load`` the model.
     """
+    if config.engine.device != "cpu":
+        return _build_on_gpu(config, folder, ops, cuda(_gpu_index(config.engine.device)), capture, load)
     facts = read_facts(folder, config.model.max_model_len, config.engine.cpu_weights)
     if (reason := ops.unsupported(facts.head_dim)) is not None:
         raise StartupError(f"model {folder}: {reason}; start the workers with --cpu-ops torch")
     layout = facts.layout(config.cache.block_size)
-    num_blocks = config.cache.num_blocks or (config.cache.kv_memory_mib << 20) // layout.block_bytes
+    memory_mib = config.cache.kv_memory_mib or CPU_KV_MEMORY_MIB
+    num_blocks = config.cache.num_blocks or (memory_mib << 20) // layout.block_bytes
     check_fits(num_blocks, layout.block_size)
-    runtime = cuda(_gpu_index(config.engine.device)) if config.engine.device != "cpu" else None
-    backend, memory = _allocate(config, num_blocks, layout, runtime)
+    backend, memory = _allocate(config, num_blocks, layout, None)
     try:
-        runner = ModelRunner(folder, ops)
+        runner = ModelRunner(folder, ops, load=load)
     except BaseException:
         backend.close()
         raise
-    limits = EngineLimits(
-        block_size=layout.block_size,
+    limits = _limits(config, CPU_BATCH_TOKENS)
+    return Parts(facts, layout, runner, KvPool(memory, layout), backend, limits)
+
+
+def _build_on_gpu(
+    config: Config, folder: Path, ops: PagedOps, cuda: CudaRuntime, capture: MakeCapture, load: Load
+) -> Parts:
+    settings = config.engine
+    facts = read_facts(folder, config.model.max_model_len, dtype=settings.dtype)
+    layout = facts.layout(config.cache.block_size)
+    limits = _limits(config, GPU_BATCH_TOKENS)
+    runner = ModelRunner(folder, ops, dtype=facts.dtype, feed=Feed(cuda.torch_device), load=load)
+    sizes = graph_sizes(limits.max_num_seqs) if not settings.enforce_eager and facts.graphable else []
+    num_blocks = config.cache.num_blocks
+    if num_blocks is None:
+        if config.cache.kv_memory_mib is not None:
+            num_bytes = config.cache.kv_memory_mib << 20
+        else:
+            largest = limits.max_num_seqs, limits.max_batch_tokens
+            run_largest_step(runner, layout, cuda.torch_device, *largest)
+            utilization = settings.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
+            num_bytes = pool_bytes(cuda, utilization, max(sizes, default=0), facts.vocab_size)
+        num_blocks = num_bytes // layout.block_bytes
+    check_fits(num_blocks, layout.block_size)
+    backend, memory = _allocate(config, num_blocks, layout, cuda)
+    try:
+        pool = KvPool(memory, layout)
+        if sizes:
+            longest = min(facts.max_model_len, num_blocks * layout.block_size)
+            runner.record_decode_steps(pool.tensor, sizes, longest, capture())
+    except BaseException:
+        backend.close()
+        raise
+    log.info(
+        "%d blocks of %d tokens in %s on %s", num_blocks, layout.block_size, facts.dtype, cuda.device.name
+    )
+    return Parts(facts, layout, runner, pool, backend, limits, cuda)
+
+
+def _limits(config: Config, batch_tokens: int) -> EngineLimits:
+    return EngineLimits(
+        block_size=config.cache.block_size,
         max_num_seqs=config.engine.max_num_seqs,
-        max_batch_tokens=config.engine.max_batch_tokens,
+        max_batch_tokens=config.engine.max_batch_tokens or batch_tokens,
         prefix_cache=config.cache.prefix_cache,
     )
-    return Parts(facts, layout, runner, KvPool(memory, layout), backend, limits, runtime)
 
 
 def _gpu_index(device: str) -> int:

@@ -30,8 +30,17 @@ class CudaRuntime(Protocol):
     @property
     def device(self) -> DeviceInfo: ...
 
+    @property
+    def torch_device(self) -> torch.device:
+        """Where torch's tensors on this device are."""
+        ...
+
     def memory_info(self) -> tuple[int, int]:
         """(free, total) bytes of the device."""
+        ...
+
+    def torch_peak(self) -> int:
+        """Most bytes of the device that torch's allocator has held in this process until now."""
         ...
 
     def can_access_peer(self, uuid: str) -> bool | None:

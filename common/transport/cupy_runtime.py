@@ -56,6 +56,13 @@ class CupyRuntime:
     def device(self) -> DeviceInfo:
         return self._info
 
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cuda", self._index)
+
+    def torch_peak(self) -> int:
+        return torch.cuda.max_memory_reserved(self._index)
+
     def memory_info(self) -> tuple[int, int]:
         free, total = self._call("memGetInfo")
         return int(free), int(total)

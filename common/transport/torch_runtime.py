@@ -41,6 +41,13 @@ class TorchRuntime:
     def device(self) -> DeviceInfo:
         return self._info
 
+    @property
+    def torch_device(self) -> torch.device:
+        return self._place
+
+    def torch_peak(self) -> int:
+        return torch.cuda.max_memory_reserved(self._index)
+
     def memory_info(self) -> tuple[int, int]:
         free, total = torch.cuda.mem_get_info(self._index)
         return int(free), int(total)

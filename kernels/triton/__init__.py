@@ -5,14 +5,13 @@
 * `blocks`: gathers, scatters and copies many KV blocks in one launch.
 * `sampling`: chooses tokens as the CPU sampler does, without a host synchronisation.
 * `ops`: `TritonOps`, the set of operations a model uses, over the kernels above.
-* `aot`, `cubin`: compile every variant without a GPU and judge the machine code.
 
 This package and `attend_plan` import without Triton; the other modules do not. Ask `missing()` first.
 """
 
 import importlib.util
 
-__all__ = ["aot", "attend", "attend_plan", "blocks", "cubin", "missing", "ops", "rows", "sampling"]
+__all__ = ["attend", "attend_plan", "blocks", "missing", "ops", "rows", "sampling"]
 
 
 def missing() -> str | None:

@@ -106,19 +106,6 @@ def write_constants(
     }
 
 
-def rotary_constants(heads: int, head_dim: int, row_stride: int) -> Constants:
-    """Of `rotary_kernel`."""
-    return {
-        "X_STRIDE": row_stride,
-        "HEADS": heads,
-        "HEAD_DIM": head_dim,
-        "HALF": power_of_2(head_dim // 2),
-        "SPAN": min(HEADS_SPAN, power_of_2(heads)),
-        "num_warps": TURN_WARPS,
-        **COMPILER,
-    }
-
-
 def norm_constants(width: int, add: bool) -> Constants:
     """Of `rms_norm_kernel`: the whole row at once."""
     padded = power_of_2(width)
@@ -126,9 +113,10 @@ def norm_constants(width: int, add: bool) -> Constants:
     return {"WIDTH": width, "PADDED": padded, "ADD": add, "num_warps": warps, **COMPILER}
 
 
-def silu_constants(aligned: bool) -> Constants:
-    """Of `silu_mul_kernel`."""
-    return {"ALIGNED": aligned, "SPAN": SILU_SPAN, "num_warps": 4, **COMPILER}
+def silu_constants(width: int) -> Constants:
+    """Of `silu_mul_kernel`; width: of the gate, a constant of the model. Eight elements a thread."""
+    span = min(SILU_SPAN, max(256, power_of_2(width)))
+    return {"WIDTH": width, "SPAN": span, "num_warps": span // 256, **COMPILER}
 
 
 def copy_constants(pick: bool, place: bool, aligned: bool) -> Constants:

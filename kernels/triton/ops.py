@@ -1,5 +1,8 @@
 """`TritonOps`: the operations of a model over the Triton kernels. The torch twins are their specification."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -12,11 +15,11 @@ from pagerelay.kernels.triton.launch import (
     attend_constants,
     merge_constants,
     norm_constants,
-    rotary_constants,
     silu_constants,
     write_constants,
 )
-from pagerelay.kernels.triton.rows import rms_norm_kernel, rotary_kernel, silu_mul_kernel, write_kv_kernel
+from pagerelay.kernels.triton.rows import rms_norm_kernel, silu_mul_kernel, write_kv_kernel
+from pagerelay.kernels.triton.sampling import SampleRows, sample
 
 PROGRAMS_PER_PROCESSOR = 2
 INTERPRETED_PROCESSORS = 132
@@ -58,31 +61,20 @@ class TritonOps:
                 **constants,
             )
 
-    def rotary_write_kv(
-        self,
-        pool: Tensor,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        slots: Tensor,
+    def rotate_write(
+        self, pool: Tensor, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor
     ) -> Tensor:
-        """`rotary` of query and key, then `write_kv` of that key and value, in one launch; the turned query.
-
-        query, key, value may be views of one fused row: [rows, heads, head_dim], dense but for the distance
-        of rows.
-        """
+        """As `TorchOps.rotate_write`, in one launch; a row of qkv is contiguous inside."""
+        kv_heads = pool_shape(pool)[1]
+        heads = qkv.shape[1] - 2 * kv_heads
+        if heads < 1:
+            raise ValueError(f"qkv {tuple(qkv.shape)} does not fit pool {tuple(pool.shape)}")
+        check_rows_dense(qkv)
+        query, key, value = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
         rows = self._check_write(pool, key, value, slots)
-        check_angles(query, cos, sin)
-        check_same(pool, query)
-        check_rows_dense(query)
-        if query.shape[0] != rows or query.shape[2] != key.shape[2]:
-            raise ValueError(f"query {tuple(query.shape)} does not fit key {tuple(key.shape)}")
-        heads, kv_heads = query.shape[1], key.shape[1]
+        check_angles(qkv, cos, sin)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        row_strides = query.stride(0), key.stride(0), value.stride(0)
+        row_strides = (qkv.stride(0),) * 3
         constants = write_constants(heads, kv_heads, key.shape[2], *_block_and_strides(pool), row_strides)
         if rows:
             groups = triton.cdiv(kv_heads, constants["SPAN"]) + triton.cdiv(heads, constants["SPAN"])
@@ -236,32 +228,59 @@ class TritonOps:
             )
         return out, total
 
-    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """As `TorchOps.rotary`."""
-        return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
-
-    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        check_angles(x, cos, sin)
-        check_same(x)
-        check_rows_dense(x)
-        rows, heads, head_dim = x.shape
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        if rows:
-            constants = rotary_constants(heads, head_dim, x.stride(0))
-            rotary_kernel[(rows, triton.cdiv(heads, constants["SPAN"]))](x, cos, sin, out, **constants)
-        return out
-
-    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
         """As `TorchOps.silu_mul`."""
-        if gate.shape != up.shape:
-            raise ValueError(f"gate {tuple(gate.shape)} and up {tuple(up.shape)} differ")
-        check_same(gate, up)
-        gate, up = gate.contiguous(), up.contiguous()
-        out = torch.empty_like(gate)
-        if count := gate.numel():
-            constants = silu_constants(count % 8 == 0)
-            silu_mul_kernel[(triton.cdiv(count, constants["SPAN"]),)](gate, up, out, count, **constants)
+        width, odd = divmod(gate_up.shape[-1], 2)
+        if odd:
+            raise ValueError(f"gate_up {tuple(gate_up.shape)} does not fit: no two halves")
+        check_same(gate_up)
+        gate_up = gate_up.contiguous()
+        out = gate_up.new_empty((*gate_up.shape[:-1], width))
+        if out.numel():
+            constants = silu_constants(width)
+            silu_mul_kernel[(out.numel() // width, triton.cdiv(width, constants["SPAN"]))](
+                gate_up, out, **constants
+            )
         return out
+
+    def choose(self, logits: Tensor, *wishes: Tensor) -> Tensor:
+        """One token id per row; wishes are the columns of `SampleRows`."""
+        return sample(logits, SampleRows(*wishes))
+
+    def stack(self, layers: Sequence[Any]) -> tuple[Any, ...]:
+        """The form `run_stack` takes of decoder layers; each as `LayerParts`, with its linears packed."""
+        return tuple(layers)
+
+    def run_stack(
+        self,
+        stack: tuple[Any, ...],
+        x: Tensor,
+        pool: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        tables: Tensor,
+        seq_lens: Tensor,
+        query_starts: Tensor,
+    ) -> Tensor:
+        """All layers over x [rows, hidden]; sums and the norms that follow them are one launch each."""
+        rows, head_dim = x.shape[0], pool.shape[5]
+        normed = self.rms_norm(x, stack[0].attention_norm, stack[0].eps)
+        for index, layer in enumerate(stack):
+            qkv = self.linear(normed, *layer.qkv).view(rows, -1, head_dim)
+            query = self.rotate_write(pool, index, qkv, cos, sin, slots)
+            context = self.attend(
+                *(pool, index, query, tables, seq_lens, query_starts, layer.scale, layer.window)
+            )
+            attended = self.linear(context.view(rows, -1), *layer.out)
+            normed, x = self.add_rms_norm(attended, x, layer.mlp_norm, layer.eps)
+            out = self.linear(self.silu_mul(self.linear(normed, *layer.gate_up)), *layer.down)
+            if index + 1 < len(stack):
+                following = stack[index + 1]
+                normed, x = self.add_rms_norm(out, x, following.attention_norm, following.eps)
+            else:
+                x = x + out
+        return x
 
 
 def _block_and_strides(pool: Tensor) -> tuple[int, tuple[int, int, int]]:

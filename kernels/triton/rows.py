@@ -35,21 +35,19 @@ def rms_norm_kernel(
     tl.store(out_ptr + places, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["count"])
-def silu_mul_kernel(gate_ptr, up_ptr, out_ptr, count, ALIGNED: tl.constexpr, SPAN: tl.constexpr):
-    """Grid (cdiv(count, SPAN),). gate * sigmoid(gate) * up, element by element. ALIGNED: count is a multiple
-    of 8.
-    """
-    if ALIGNED:  # for 16-byte accesses, which the compiler cannot know to be allowed
-        count = count // 8 * 8
-    places = tl.program_id(0).to(tl.int64) * SPAN + tl.arange(0, SPAN)
-    mask = places < count
-    gate = tl.load(gate_ptr + places, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + places, mask=mask, other=0.0).to(tl.float32)
+@triton.jit
+def silu_mul_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, SPAN: tl.constexpr):
+    """Grid (rows, cdiv(WIDTH, SPAN)). gate * sigmoid(gate) * up of gate_up [rows, 2 WIDTH], gate first."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
+    mask = columns < WIDTH
+    gate_up_ptr += row * (2 * WIDTH)
+    gate = tl.load(gate_up_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + WIDTH + columns, mask=mask, other=0.0).to(tl.float32)
     # exp of a negative number: it never overflows, which the interpreter would report.
     decay = tl.exp(-tl.abs(gate))
     gated = gate * tl.where(gate < 0, decay, 1.0) / (1 + decay)
-    tl.store(out_ptr + places, (gated * up).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + row * WIDTH + columns, (gated * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -64,32 +62,6 @@ def _rotate(x_ptr, cos_ptr, sin_ptr, heads, HEADS: tl.constexpr, HEAD_DIM: tl.co
     low = tl.load(x_ptr + places, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(x_ptr + HEAD_DIM // 2 + places, mask=mask, other=0.0).to(tl.float32)
     return low * cos - high * sin, high * cos + low * sin, places, mask
-
-
-@triton.jit
-def rotary_kernel(
-    x_ptr,
-    cos_ptr,
-    sin_ptr,
-    out_ptr,
-    X_STRIDE: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    SPAN: tl.constexpr,
-):
-    """Grid (rows, cdiv(HEADS, SPAN)). x [rows, HEADS, HEAD_DIM], rows X_STRIDE apart; cos, sin [rows,
-    HEAD_DIM].
-    """
-    row = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
-    angle = row * HEAD_DIM
-    low, high, places, mask = _rotate(
-        x_ptr + row * X_STRIDE, cos_ptr + angle, sin_ptr + angle, heads, HEADS, HEAD_DIM, HALF
-    )
-    out_ptr += row * HEADS * HEAD_DIM
-    tl.store(out_ptr + places, low.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(out_ptr + HEAD_DIM // 2 + places, high.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -166,6 +166,8 @@ class FakeCuda:
         self.copies: list[tuple[int, int, int]] = []
         self.fail: dict[str, str] = {}
         """Call → why it fails from now on."""
+        self.torch_bytes = 0
+        """Held by torch, beside what is allocated here."""
         self.compute = self.stream_create()
         self.calls.clear()
 
@@ -215,6 +217,13 @@ class FakeCuda:
     @property
     def device(self) -> DeviceInfo:
         return self.info
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def torch_peak(self) -> int:
+        return self.torch_bytes
 
     def memory_info(self) -> tuple[int, int]:
         used = sum(

@@ -106,4 +106,5 @@ def test_without_triton_and_cupy_only_the_modules_that_are_written_in_them_are_m
     assert "pip install" in remedy
     inside = {f"pagerelay.kernels.triton.{path.stem}" for path in (ROOT / "kernels" / "triton").glob("*.py")}
     inside -= {f"pagerelay.kernels.triton.{name}" for name in ("__init__", "attend_plan")}
-    assert set(needing.split()) == inside
+    measuring = ("pagerelay.bench.aot.", "pagerelay.bench.gpu.")
+    assert {name for name in needing.split() if not name.startswith(measuring)} == inside

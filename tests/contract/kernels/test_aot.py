@@ -57,7 +57,7 @@ def test_no_such_variant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_the_interpreter_compiles_nothing() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pagerelay.kernels.triton.aot"],
+        [sys.executable, "-m", "pagerelay.bench.aot"],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
@@ -70,15 +70,15 @@ def test_the_interpreter_compiles_nothing() -> None:
 
 @pytest.fixture
 def aot(kernels: SimpleNamespace) -> Any:
-    import pagerelay.kernels.triton.aot as module
+    import pagerelay.bench.aot.__main__ as module
 
     return module
 
 
 def test_gates_see_what_they_are_for(aot: Any) -> None:
     """Code that is bad in every way fails in every way; code as it should be passes."""
-    from pagerelay.kernels.triton.cubin import Code
-    from pagerelay.kernels.triton.variants import Gates, Variant
+    from pagerelay.bench.aot.cubin import Code
+    from pagerelay.bench.aot.variants import Gates, Variant
 
     gates = Gates(128, 96 << 10, 32 << 10, ("LDGSTS.128", "LDG.128|STG.128"))
     variant = Variant("x", None, {}, {}, gates)
@@ -98,7 +98,7 @@ def test_gates_see_what_they_are_for(aot: Any) -> None:
 
 
 def test_occupancy(aot: Any) -> None:
-    from pagerelay.kernels.triton.cubin import Code
+    from pagerelay.bench.aot.cubin import Code
 
     def share(registers: int, shared_bytes: int, warps: int, arch: int = 90) -> float:
         return Code(registers, 0, 0, shared_bytes, warps, {}).occupancy(arch)

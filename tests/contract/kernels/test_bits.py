@@ -15,8 +15,10 @@ LENGTHS = (1, 16, 33, 100, 70, 600)
 ROWS = (1, 15, 1, 40, 5, 2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 1), (8, 2)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dtype"),
+    [(3, 1, torch.float32), (8, 2, torch.float16), (3, 1, torch.bfloat16)],
+)
 def test_rows_beside_others_and_alone(
     make_triton: Callable[..., Any], device: str, heads: int, kv_heads: int, dtype: torch.dtype
 ) -> None:
@@ -59,16 +61,19 @@ def test_wider_tables_and_other_blocks(make_triton: Callable[..., Any], device: 
 def test_norm_gate_and_rotary(make_triton: Callable[..., Any], device: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     ops = make_triton()
-    x, up, weight = (torch.randn(n, 580).to(dtype).to(device) for n in (33, 33, 1))
-    q, angle = (torch.randn(33, n, 64).to(dtype).to(device) for n in (3, 1))
-    cos, sin = angle[:, 0].cos(), angle[:, 0].sin()
-    normed, gated, turned = (
-        ops.rms_norm(x, weight[0], 1e-6),
-        ops.silu_mul(x, up),
-        ops.rotary(q, q, cos, sin)[0],
+    x, gate_up, weight = (
+        torch.randn(rows, width).to(dtype).to(device) for rows, width in ((33, 580), (33, 1160), (1, 580))
     )
+    qkv, angle = (torch.randn(33, n, 64).to(dtype).to(device) for n in (5, 1))
+    cos, sin = angle[:, 0].cos(), angle[:, 0].sin()
+    slots = torch.arange(33, device=device)
+    pool, alone = (torch.zeros(3, 1, 2, 1, 16, 64, dtype=dtype, device=device) for _ in range(2))
+    normed, gated = ops.rms_norm(x, weight[0], 1e-6), ops.silu_mul(gate_up)
+    turned = ops.rotate_write(pool, 0, qkv, cos, sin, slots)
     for row in (0, 7, 32):
         one = slice(row, row + 1)
         assert torch.equal(ops.rms_norm(x[one], weight[0], 1e-6), normed[one])
-        assert torch.equal(ops.silu_mul(x[one], up[one]), gated[one])
-        assert torch.equal(ops.rotary(q[one], q[one], cos[one], sin[one])[0], turned[one])
+        assert torch.equal(ops.silu_mul(gate_up[one]), gated[one])
+        got = ops.rotate_write(alone, 0, qkv[one], cos[one], sin[one], slots[one])
+        assert torch.equal(got, turned[one])
+        assert torch.equal(alone[row // 16, 0, :, 0, row % 16], pool[row // 16, 0, :, 0, row % 16])

@@ -61,26 +61,15 @@ def test_silu_mul(ops: Any, device: str, shape: tuple[int, int], dtype: torch.dt
     gate = made(*shape, dtype=dtype, device=device, scale=8)
     up = made(*shape, dtype=dtype, device=device)
     wide = gate.cpu().double()
-    assert_close(ops.silu_mul(gate, up), wide * torch.sigmoid(wide) * up.cpu().double())
+    assert_close(ops.silu_mul(torch.cat((gate, up), -1)), wide * torch.sigmoid(wide) * up.cpu().double())
 
 
 def test_silu_mul_at_the_ends_of_the_range(ops: Any, device: str) -> None:
     gate = torch.tensor([-1e30, -200.0, -90.0, 0.0, 90.0, 1e30, float("nan")], device=device)
-    got = ops.silu_mul(gate, torch.ones(7, device=device)).cpu()
+    got = ops.silu_mul(torch.cat((gate, torch.ones(7, device=device)))).cpu()
     assert got[:4].abs().max() < 1e-6
     assert got[4:6].tolist() == pytest.approx([90.0, 1e30])
     assert math.isnan(got[6])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 256])
-def test_rotary(ops: Any, device: str, head_dim: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    q = made(5, 9, head_dim, dtype=dtype, device=device)
-    k = made(5, 3, head_dim, dtype=dtype, device=device)
-    cos, sin = angles(5, head_dim, dtype, device)
-    for x, got in zip((q, k), ops.rotary(q, k, cos, sin), strict=True):
-        assert_close(got, turned(x, cos, sin))
 
 
 def poisoned_pool(head_dim: int, block_size: int, dtype: torch.dtype, device: str) -> Tensor:
@@ -103,47 +92,51 @@ def test_write_kv(ops: Any, device: str, head_dim: int, block_size: int, dtype: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "head_dim"), [(3, 64), (9, 80), (24, 128)])
-def test_rotary_and_write_in_one_launch(
-    make_triton: Callable[..., Any], device: str, heads: int, head_dim: int, dtype: torch.dtype
-) -> None:
-    """From the fused projection's row, as the separate operations do it, to the bit."""
+@pytest.mark.parametrize(("heads", "head_dim"), [(9, 8), (3, 64), (9, 80), (24, 96), (4, 256)])
+def test_rotate_write(ops: Any, device: str, heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Of the fused projection's rows, which may lie apart."""
     torch.manual_seed(0)
-    ops = make_triton()
-    fused = made(4, heads + 6, head_dim, dtype=dtype, device=device)
-    query, key, value = fused[:, :heads], fused[:, heads : heads + 3], fused[:, heads + 3 :]
+    fused = made(4, heads + 7, head_dim, dtype=dtype, device=device)[:, 1:]
     cos, sin = angles(4, head_dim, dtype, device)
     slots = torch.tensor([16, -1, 31, 79], device=device)
-    pool, expected = (poisoned_pool(head_dim, 16, dtype, device) for _ in range(2))
-    got = ops.rotary_write_kv(pool, LAYER, query, key, value, cos, sin, slots)
-    q, k = ops.rotary(query, key, cos, sin)
-    ops.write_kv(expected, LAYER, k, value, slots)
-    assert torch.equal(got, q)
-    assert torch.equal(pool.nan_to_num(7), expected.nan_to_num(7))
-    assert_close(got, turned(query, cos, sin))
+    pool = poisoned_pool(head_dim, 16, dtype, device)
+    got = ops.rotate_write(pool, LAYER, fused, cos, sin, slots)
+    assert got.is_contiguous()
+    expected = turned(fused, cos, sin)
+    assert_close(got, expected[:, :heads])
+    for row, (block, offset) in {0: (1, 0), 2: (1, 15), 3: (4, 15)}.items():
+        assert_close(pool[block, LAYER, 0, :, offset], expected[row, heads : heads + 3])
+        assert torch.equal(pool[block, LAYER, 1, :, offset], fused[row, heads + 3 :])
+    assert (~pool.isnan()).sum() == 3 * 2 * 3 * head_dim
 
 
 def test_a_step_without_rows(make_triton: Callable[..., Any], device: str) -> None:
     ops, none = make_triton(), torch.empty(0, 3, 64, device=device)
     pool = poisoned_pool(64, 16, torch.float32, device)
-    ops.write_kv(pool, LAYER, none, none, torch.empty(0, dtype=torch.int64, device=device))
+    no_slots = torch.empty(0, dtype=torch.int64, device=device)
+    ops.write_kv(pool, LAYER, none, none, no_slots)
     assert pool.isnan().all()
-    assert ops.silu_mul(none, none).shape == none.shape
+    assert ops.silu_mul(none).shape == (0, 3, 32)
     assert ops.rms_norm(none, torch.ones(64, device=device), 1e-5).shape == none.shape
-    assert ops.rotary(none, none, none[:, 0], none[:, 0])[0].shape == none.shape
+    qkv, angle = torch.empty(0, 9, 64, device=device), none[:, 0].contiguous()
+    assert ops.rotate_write(pool, LAYER, qkv, angle, angle, no_slots).shape == none.shape
 
 
 def test_what_does_not_fit_is_refused(make_triton: Callable[..., Any], device: str) -> None:
     ops, x = make_triton(), torch.randn(2, 3, 8, device=device)
     pool, slots = poisoned_pool(8, 16, torch.float32, device), torch.zeros(2, dtype=torch.int64).to(device)
+    qkv, angle = torch.randn(2, 9, 8, device=device), torch.randn(2, 8, device=device)
+    turn = angle, angle, slots
     for call in (
         lambda: ops.rms_norm(x, x[0, 0, :4], 1e-6),
         lambda: ops.add_rms_norm(x, x[:1], x[0, 0], 1e-6),
-        lambda: ops.silu_mul(x, x[:1]),
-        lambda: ops.silu_mul(x, x.half()),
-        lambda: ops.silu_mul(x.double(), x.double()),
-        lambda: ops.rotary(x, x, x[:, 0, :4], x[:, 0, :4]),
-        lambda: ops.rotary(x.transpose(1, 2).contiguous().transpose(1, 2), x, x[:, 0] * 1, x[:, 0] * 1),
+        lambda: ops.silu_mul(x[..., :7]),
+        lambda: ops.silu_mul(x.double()),
+        lambda: ops.rotate_write(pool, LAYER, qkv, angle[:, :4], angle[:, :4], slots),
+        lambda: ops.rotate_write(pool, LAYER, qkv, angle, angle.T.contiguous().T, slots),
+        lambda: ops.rotate_write(pool, LAYER, qkv[:, :6], angle, angle, slots),
+        lambda: ops.rotate_write(pool, LAYER, qkv.transpose(1, 2).contiguous().transpose(1, 2), *turn),
+        lambda: ops.rotate_write(pool, LAYER, qkv[:1], angle, angle, slots),
         lambda: ops.write_kv(pool, LAYER, x[:, :2], x[:, :2], slots),
         lambda: ops.write_kv(pool, LAYER, x, x, slots.int()),
         lambda: ops.write_kv(pool.half(), LAYER, x, x, slots),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -15,13 +16,16 @@ from pagerelay.common import segments
 from pagerelay.common.config import Config, load_config
 from pagerelay.common.errors import StartupError
 from pagerelay.common.kv.memory import DeviceBlocks
+from pagerelay.common.model.runner import read_facts
 from pagerelay.common.service.build import Parts, build_parts, direct_backend
+from pagerelay.common.service.gpu_memory import CONTEXT_BYTES
 from pagerelay.common.transport import shm
 from pagerelay.common.transport.base import TransferBackend
 from pagerelay.common.transport.cuda_ipc import CudaIpcBackend
 from pagerelay.common.transport.shm import ShmBackend
 from pagerelay.common.transport.tcp import TcpBackend
 from pagerelay.kernels.torch_ops import TorchOps
+from pagerelay.kernels.triton import missing
 
 
 def config(**flags: str) -> Config:
@@ -115,7 +119,7 @@ def gpu_parts(folder: Path, cuda: FakeCuda, transport: str) -> Parts:
         return cuda
 
     wanted = config(engine__device="cuda:1", worker__transport=transport, cache__num_blocks="7")
-    parts = build_parts(wanted, folder, TorchOps(), open_gpu)
+    parts = build_parts(wanted, folder, TorchOps(), open_gpu, lambda: lambda function: function)
     assert asked == [1]
     return parts
 
@@ -184,9 +188,85 @@ def test_a_gpu_that_fails_is_a_reason_not_to_start(tiny_dir: Path) -> None:
     machine.check()
 
 
-def test_no_model_runs_on_a_gpu_yet_and_that_is_said() -> None:
-    with pytest.raises(StartupError, match=r"engine\.device is cuda:1: the model runs on CPU only"):
-        choose_ops(config(engine__device="cuda:1"), 1)
+@pytest.mark.skipif(bool(missing()), reason=missing() or "")
+def test_a_gpu_gets_tritons_kernels() -> None:
+    ops = choose_ops(config(engine__device="cuda:1", engine__deterministic="true"), 1)
+    assert (ops.name, ops.deterministic) == ("triton", True)
+
+
+def test_without_triton_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagerelay.kernels.triton.missing", lambda: "Triton is not installed")
+    with pytest.raises(StartupError, match=r"engine\.device is cuda: Triton is not installed"):
+        choose_ops(config(engine__device="cuda"), 1)
+
+
+def sized_by_memory(folder: Path, cuda: FakeCuda, **flags: str) -> Parts:
+    wanted = config(engine__device="cuda", engine__max_batch_tokens="16", engine__max_num_seqs="3", **flags)
+    return build_parts(wanted, folder, TorchOps(), lambda _: cuda, lambda: lambda function: function)
+
+
+def test_the_pool_gets_what_weights_and_a_step_leave(tiny_dir: Path) -> None:
+    machine = Machine(gpu_bytes=2 << 30)
+    cuda = machine.process()
+    cuda.torch_bytes = 100 << 20
+    eager = sized_by_memory(
+        tiny_dir, cuda, engine__gpu_memory_utilization="0.45", engine__enforce_eager="true"
+    )
+    size = eager.layout.block_bytes
+    left = int(0.45 * (2 << 30)) - (100 << 20) - CONTEXT_BYTES
+    assert eager.pool.num_blocks == left // size
+    assert eager.limits.max_batch_tokens == 16
+    # A second worker's share is there as well, whatever the first one has taken.
+    other = machine.process()
+    other.torch_bytes = 90 << 20
+    second = sized_by_memory(
+        tiny_dir, other, engine__gpu_memory_utilization="0.45", engine__enforce_eager="true"
+    )
+    assert second.pool.num_blocks > eager.pool.num_blocks
+    for parts in (eager, second):
+        parts.backend.close()
+    machine.check()
+
+
+def test_a_share_that_cannot_be_had_is_explained(tiny_dir: Path) -> None:
+    machine = Machine(gpu_bytes=2 << 30)
+    cuda, other = machine.process(), machine.process()
+    cuda.torch_bytes = 1 << 30
+    with pytest.raises(StartupError, match=r"0\.5, 1024 MiB of Fake GPU's 2048, and weights and a step take"):
+        sized_by_memory(tiny_dir, cuda, engine__gpu_memory_utilization="0.5")
+    cuda.torch_bytes = 0
+    taken = other.malloc(3 << 29)
+    with pytest.raises(StartupError, match=r"MiB for the KV pool, and Fake GPU has 512 MiB free: another"):
+        sized_by_memory(tiny_dir, cuda, engine__gpu_memory_utilization="0.9")
+    other.free(taken)
+    machine.check()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "own", "got"),
+    [
+        ("auto", "float16", "float16"),
+        ("auto", "float32", "bfloat16"),
+        ("auto", None, "bfloat16"),
+        ("float32", "bfloat16", "float32"),
+    ],
+)
+def test_dtype(tiny_dir: Path, tmp_path: Path, wanted: str, own: str | None, got: str) -> None:
+    settings = json.loads((tiny_dir / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"dtype": own}))
+    (tmp_path / "model.safetensors").write_bytes((tiny_dir / "model.safetensors").read_bytes())
+    facts = read_facts(tmp_path, None, dtype=wanted)
+    assert facts.dtype == facts.layout(16).dtype == got
+    assert facts.layout(16).block_bytes == 2 * 2 * 2 * 16 * 16 * (4 if got == "float32" else 2)
+
+
+def test_positions_that_only_the_device_knows_forbid_graphs(tiny_dir: Path, tmp_path: Path) -> None:
+    settings = json.loads((tiny_dir / "config.json").read_text())
+    settings["rope_parameters"] |= {"rope_type": "dynamic", "factor": 2.0}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    (tmp_path / "model.safetensors").write_bytes((tiny_dir / "model.safetensors").read_bytes())
+    assert not read_facts(tmp_path, None).graphable
+    assert read_facts(tiny_dir, None).graphable
 
 
 def test_a_host_pool_is_read_by_shared_memory(tiny_dir: Path) -> None:

@@ -1,6 +1,6 @@
 """Compiles the kernels' variants for sm_80 and sm_90 without a GPU, and judges their machine code.
 
-``python -m pagerelay.kernels.triton.aot [--only WORDS]`` prints one JSON object a line, one per variant and
+``python -m pagerelay.bench.aot [--only WORDS]`` prints one JSON object a line, one per variant and
 architecture, in the order in which they are done. Its exit code tells whether the run went through; the
 failed gates stand in the lines. ``python -m pagerelay.bench kernels`` makes a report of it.
 
@@ -20,9 +20,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pagerelay.kernels.triton.cubin import MAX_SHARED_BYTES, Code, read
+from pagerelay.bench.aot.cubin import MAX_SHARED_BYTES, Code, read
+from pagerelay.bench.aot.variants import Variant, variants
 from pagerelay.kernels.triton.launch import INTERPRETED
-from pagerelay.kernels.triton.variants import Variant, variants
 
 ARCHITECTURES = (90, 80)
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
@@ -91,7 +91,7 @@ def judge(only: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m pagerelay.kernels.triton.aot", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m pagerelay.bench.aot", description=__doc__)
     parser.add_argument("--only", default="", metavar="WORDS", help="variants whose name has one of a,b,c")
     words = [word for word in parser.parse_args(argv).only.split(",") if word]
     if INTERPRETED:

@@ -16,12 +16,11 @@ from pagerelay.kernels.triton.launch import (
     copy_constants,
     merge_constants,
     norm_constants,
-    rotary_constants,
     sample_constants,
     silu_constants,
     write_constants,
 )
-from pagerelay.kernels.triton.rows import rms_norm_kernel, rotary_kernel, silu_mul_kernel, write_kv_kernel
+from pagerelay.kernels.triton.rows import rms_norm_kernel, silu_mul_kernel, write_kv_kernel
 from pagerelay.kernels.triton.sampling import sample_kernel
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -165,7 +164,7 @@ def _small(dtype: str, width: int, heads: int, kv_heads: int, head_dim: int) -> 
     shape = f"{dtype} {heads}/{kv_heads} heads d{head_dim}"
     wide = Gates(registers=128, instructions=("LDG.128", "STG.128"))
     row = dict.fromkeys(
-        ("x_ptr", "residual_ptr", "weight_ptr", "out_ptr", "sum_ptr", "gate_ptr", "up_ptr"), f"*{dtype}"
+        ("x_ptr", "residual_ptr", "weight_ptr", "out_ptr", "sum_ptr", "gate_up_ptr"), f"*{dtype}"
     )
     for add in (False, True):
         constants = norm_constants(width, add)
@@ -174,15 +173,9 @@ def _small(dtype: str, width: int, heads: int, kv_heads: int, head_dim: int) -> 
         # A row whose width is no multiple of its threads' share is loaded as narrowly as its end needs.
         name = f"{'add + ' if add else ''}rms norm {dtype} {width}"
         yield Variant(name, rms_norm_kernel, {**row, "eps": "fp32"}, constants, wide)
-    yield Variant(f"silu mul {dtype}", silu_mul_kernel, {**row, "count": "i32"}, silu_constants(True), wide)
+    # Of a gate that no power of two fits, as most models' are.
+    yield Variant(f"silu mul {dtype} {3 * width}", silu_mul_kernel, row, silu_constants(3 * width), wide)
     angles = dict.fromkeys(("cos_ptr", "sin_ptr"), f"*{dtype}")
-    yield Variant(
-        f"rotary {shape}",
-        rotary_kernel,
-        {**row, **angles},
-        rotary_constants(heads, head_dim, (heads + 2 * kv_heads) * head_dim),
-        wide,
-    )
     pools = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "k_pool_ptr", "v_pool_ptr"), f"*{dtype}")
     strides = ((heads + 2 * kv_heads) * head_dim,) * 3  # of rows that hold query, key and value
     types = {**row, **angles, **pools, "slots_ptr": "*i64"}

@@ -1,0 +1,62 @@
+"""Choosing tokens on the model's device, by the rule of :mod:`pagerelay.common.model.sampler`.
+
+The uniform numbers are drawn on the host, by the same key, before the step is done; all rows' wishes go over
+in one copy, and their tokens come back in one, which is the step's only wait for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from pagerelay.common.model.feed import Feed, current
+from pagerelay.common.model.ops import PagedOps, SamplingOps
+from pagerelay.common.model.sampler import SampleRequest, sample, uniform
+
+Sampler = Callable[[torch.Tensor, Sequence[SampleRequest]], list[int]]
+
+
+def sampler_for(ops: PagedOps) -> Sampler:
+    """The operations' own, where they have one, else the one on the CPU."""
+    return DeviceSampler(ops) if isinstance(ops, SamplingOps) else sample
+
+
+class DeviceSampler:
+    def __init__(self, ops: SamplingOps) -> None:
+        self._ops = ops
+        self._feed: Feed | None = None
+
+    @torch.inference_mode()
+    def __call__(self, logits: torch.Tensor, requests: Sequence[SampleRequest]) -> list[int]:
+        """As ``sampler.sample``: one token id per row of ``logits`` ``[len(requests), vocab]``, which it may
+        write to."""
+        if not requests:
+            return []
+        if self._feed is None or self._feed.device != logits.device:
+            self._feed = Feed(logits.device)
+        params = [request.params for request in requests]
+        numbers = [
+            uniform(p.seed, p.choice, request.position) if p.temperature > 0.0 else 0.0
+            for p, request in zip(params, requests, strict=True)
+        ]
+        rows = np.repeat(np.arange(len(requests)), [len(request.forbidden) for request in requests])
+        columns = np.asarray([token for request in requests for token in request.forbidden], dtype=np.int64)
+        with current(logits.device):
+            *wishes, row, column = self._feed.send(
+                [
+                    np.asarray([p.temperature for p in params], dtype=np.float64),
+                    # Larger than any vocabulary means none, and has to fit.
+                    np.asarray([min(p.top_k, 2**31 - 1) for p in params], dtype=np.int32),
+                    np.asarray([p.top_p for p in params], dtype=np.float64),
+                    np.asarray([p.min_p for p in params], dtype=np.float64),
+                    np.asarray(numbers, dtype=np.float64),
+                    rows.astype(np.int64),
+                    columns,
+                ]
+            )
+            if columns.size:
+                logits.index_put_((row, column), logits.new_full((), float("-inf")))
+            tokens: list[int] = self._ops.choose(logits, *wishes).tolist()
+        return tokens
