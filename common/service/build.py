@@ -94,6 +94,8 @@ def _build_on_gpu(
 ) -> Parts:
     settings = config.engine
     facts = read_facts(folder, config.model.max_model_len, dtype=settings.dtype)
+    if (reason := ops.unsupported(facts.head_dim)) is not None:
+        raise StartupError(f"model {folder}: {reason}")
     layout = facts.layout(config.cache.block_size)
     limits = _limits(config, GPU_BATCH_TOKENS)
     runner = ModelRunner(folder, ops, dtype=facts.dtype, feed=Feed(cuda.torch_device), load=load)

@@ -48,6 +48,10 @@ class TritonOps:
         self._splits = splits
         self._devices: dict[torch.device, tuple[int, int]] = {}
 
+    def unsupported(self, head_dim: int) -> str | None:
+        """Tiles are as wide as a head; wider ones than were compiled do not fit shared memory."""
+        return None if head_dim <= 256 else f"the Triton kernels need a head_dim up to 256, not {head_dim}"
+
     def write_kv(self, pool: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """As `TorchOps.write_kv`."""
         rows = self._check_write(pool, key, value, slots)
