@@ -42,8 +42,6 @@ class ModelFacts:
     weights: str = "fp32"
     dtype: str = "float32"
     """Of weights, activations and KV: float32, float16 or bfloat16."""
-    graphable: bool = True
-    """Does nothing in a step depend on values that only the device knows?"""
 
     def layout(self, block_size: int) -> Layout:
         return Layout(
@@ -107,11 +105,9 @@ def read_facts(
         raise StartupError(
             f"model {folder}: {whole.model_type} is not a decoder-only model with attention layers"
         )
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
-    if kinds & _STEP_ROPE:
+    if refused := _STEP_ROPE & set(_rope_types(config)):
         raise StartupError(
-            f"model {folder}: rope type {', '.join(sorted(kinds & _STEP_ROPE))} turns every token by the "
+            f"model {folder}: rope type {', '.join(sorted(refused))} turns every token by the "
             "longest context in its step, so answers would depend on who else is served; not supported"
         )
     heads = config.num_attention_heads
@@ -126,8 +122,6 @@ def read_facts(
         eos_token_ids=_eos_token_ids(folder, whole, config),
         weights=weights,
         dtype=_own_dtype(config) if dtype == "auto" else dtype,
-        # The dynamic ones look at the largest position of a step.
-        graphable=not {"dynamic", "longrope"} & set(_rope_types(config)),
     )
 
 

@@ -99,7 +99,7 @@ def _build_on_gpu(
     layout = facts.layout(config.cache.block_size)
     limits = _limits(config, GPU_BATCH_TOKENS)
     runner = ModelRunner(folder, ops, dtype=facts.dtype, feed=Feed(cuda.torch_device), load=load)
-    sizes = graph_sizes(limits.max_num_seqs) if not settings.enforce_eager and facts.graphable else []
+    sizes = [] if settings.enforce_eager else graph_sizes(limits.max_num_seqs)
     num_blocks = config.cache.num_blocks
     if num_blocks is None:
         if config.cache.kv_memory_mib is not None:

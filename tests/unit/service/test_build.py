@@ -260,15 +260,6 @@ def test_dtype(tiny_dir: Path, tmp_path: Path, wanted: str, own: str | None, got
     assert facts.layout(16).block_bytes == 2 * 2 * 2 * 16 * 16 * (4 if got == "float32" else 2)
 
 
-def test_positions_that_only_the_device_knows_forbid_graphs(tiny_dir: Path, tmp_path: Path) -> None:
-    settings = json.loads((tiny_dir / "config.json").read_text())
-    settings["rope_parameters"] |= {"rope_type": "dynamic", "factor": 2.0}
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    (tmp_path / "model.safetensors").write_bytes((tiny_dir / "model.safetensors").read_bytes())
-    assert not read_facts(tmp_path, None).graphable
-    assert read_facts(tiny_dir, None).graphable
-
-
 def test_a_host_pool_is_read_by_shared_memory(tiny_dir: Path) -> None:
     parts = build_parts(config(worker__transport="tcp", cache__num_blocks="7"), tiny_dir, TorchOps())
     direct: TransferBackend = direct_backend(parts)
