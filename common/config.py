@@ -61,7 +61,8 @@ class EngineConfig(Section, frozen=True):
     max_num_seqs: Positive = 64
     """Most sequences in one step."""
     max_batch_tokens: Annotated[int, Meta(ge=16)] = 256
-    """Token budget of one step; longer prompts are computed in chunks of it."""
+    """Token budget of one step; longer prompts are computed in chunks of it. Sequences that decode run even
+    beyond it."""
     threads: Positive | None = None
     """CPU threads of a worker's model; default: cores divided by the workers of a local cluster, at least
     1."""
