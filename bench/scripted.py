@@ -172,7 +172,7 @@ class Worker:
         self._leases += 1
         handle = wire.KvHandle(
             worker_id=self._id, incarnation=self._incarnation, lease=self._leases, data_endpoint="tcp://127.0.0.1:1",
-            pool=self._pool, layout=self._layout, num_tokens=len(job.token_ids),
+            pool=self._pool, layout=self._layout, num_tokens=len(job.token_ids), lease_s=10.0,
         )  # fmt: skip
         started = wire.PrefillStarted(
             request_id=job.request_id, attempt=job.attempt, handle=handle, queued_s=0.0, num_cached_tokens=0

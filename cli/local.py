@@ -33,7 +33,7 @@ from pagerelay.common.wire.address import parse
 START_TIMEOUT_S = 180.0
 RESTART_DELAYS_S = (0.0, 1.0, 2.0, 4.0, 8.0)
 """Waits before the restarts of one worker within ``RESTART_WINDOW_S``; after the last one it is left
-alone."""
+alone until the first lies that far back."""
 RESTART_WINDOW_S = 120.0
 
 
@@ -51,6 +51,8 @@ class Child:
     """When it was started again, lately."""
     restart_at: float | None = None
     """When it is due to be started again."""
+    given_up: bool = False
+    """It was restarted as often as it may be for now, and that was said."""
 
 
 class ChildEnded(Exception):
@@ -202,12 +204,20 @@ class LocalCluster:
         if child.name == "router":
             self._say(f"the router ended (exit code {code})")
             return False
-        if not self._restart or (child.ready is None and child.restarts):
+        if not self._restart:
             return True
         now = time.monotonic()
         child.restarts = [at for at in child.restarts if now - at < RESTART_WINDOW_S]
         if len(child.restarts) == len(RESTART_DELAYS_S):
+            if not child.given_up:
+                child.given_up = True
+                until = time.localtime(time.time() + child.restarts[0] + RESTART_WINDOW_S - now)
+                self._say(
+                    f"{child.name} ended (exit code {code}) after {len(child.restarts)} restarts: given up "
+                    f"until {time.strftime('%H:%M:%S', until)}; see its messages above"
+                )
             return True
+        child.given_up = False
         if child.restart_at is None:
             delay = RESTART_DELAYS_S[len(child.restarts)]
             child.restart_at = now + delay
@@ -219,8 +229,6 @@ class LocalCluster:
             return True
         child.restart_at = None
         child.restarts.append(now)
-        if len(child.restarts) == len(RESTART_DELAYS_S):
-            self._say(f"{child.name}: this is its last restart for now; see its messages above")
         if child.events in self._selector.get_map():
             self._selector.unregister(child.events)
         os.close(child.events)

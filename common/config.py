@@ -63,8 +63,8 @@ class EngineConfig(Section, frozen=True):
     max_num_seqs: Positive = 64
     """Most sequences in one step."""
     max_batch_tokens: Annotated[int, Meta(ge=16)] | None = None
-    """Token budget of one step; longer prompts are computed in chunks of it. Default: 256 on CPU, 2048 on a
-    GPU."""
+    """Token budget of one step; longer prompts are computed in chunks of it. Sequences that decode run even
+    beyond it. Default: 256 on CPU, 2048 on a GPU."""
     threads: Positive | None = None
     """CPU threads of a worker's model; default: cores divided by the workers of a local cluster, at least
     1."""

@@ -7,8 +7,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from pagerelay.common.errors import TransferError, WireError
@@ -31,7 +32,21 @@ from pagerelay.common.wire.pools import PoolAddress
 from pagerelay.common.wire.sockets import MAX_BLOCK_BYTES, ClientSocket, PeerUnreachable
 
 log = logging.getLogger(__name__)
+
+READ_PATIENCE_S = 2.0
+"""Longest silence of a peer after a ``Read`` before it hears of us again."""
+NUM_READS = 4
+"""How often blocks are asked for; each time the answer gets twice as long, 30 s in all."""
+RENEW_AT_ONCE = 4096
+"""Leases renewed by one message: it stays below ``MAX_DATA_REQUEST_BYTES``."""
+
 _decode: Decoder[ToDecode] = Decoder(ToDecode)
+
+
+def _parts(tickets: dict[int, str]) -> Iterator[dict[int, str]]:
+    items = iter(tickets.items())
+    while part := dict(islice(items, RENEW_AT_ONCE)):
+        yield part
 
 
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
@@ -42,6 +57,7 @@ class Inbox:
     """News about one lease. ``reads``: answers due for blocks asked for over the wire, by the ids asked for:
     an answer that was lost or came twice must not be taken for another one's."""
 
+    ticket: str
     news: asyncio.Queue[AboutLease] = field(default_factory=asyncio.Queue)
     committed_at: float = 0.0
     """When the commit came, by the link's clock."""
@@ -59,8 +75,11 @@ class PeerLink:
         on_dropped: Callable[[str, str], None],
         on_detach: Callable[[PeerLink], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
+        read_patience_s: float = READ_PATIENCE_S,
     ) -> None:
         self.worker_id = handle.worker_id
+        # An answer that is waited for must not cost the lease it is about.
+        self._patience_s = min(read_patience_s, handle.lease_s / 4)
         self._on_dropped = on_dropped
         self._on_detach = on_detach
         self._clock = clock
@@ -88,7 +107,7 @@ class PeerLink:
 
     async def open(self, fetch: Fetch) -> asyncio.Queue[AboutLease]:
         """Begins to fetch a lease; its news come through the queue until :meth:`close_lease`."""
-        inbox = self._inboxes[fetch.lease] = Inbox()
+        inbox = self._inboxes[fetch.lease] = Inbox(fetch.ticket)
         try:
             await self.send(fetch)
         except BaseException:
@@ -106,16 +125,31 @@ class PeerLink:
             read.cancel()
 
     async def read(self, lease: int, block_ids: Sequence[int]) -> list[memoryview]:
+        """One frame per block. While none comes the lease is renewed, and the question is asked again, ever
+        less often: it, or its answer, may have been lost with a connection, or the network is slow. Raises
+        TransferError when the lease is lost or the peer stays silent."""
         inbox = self._inboxes.get(lease)
         if inbox is None:
             raise TransferError("the lease is closed")
         answer: asyncio.Future[list[memoryview]] = asyncio.get_running_loop().create_future()
         inbox.reads[tuple(block_ids)] = answer
-        await self.send(Read(lease=lease, block_ids=list(block_ids)))
-        return await answer
+        try:
+            for attempt in range(NUM_READS):
+                await self.send(Read(lease=lease, block_ids=list(block_ids)))
+                for _ in range(2**attempt):
+                    # Not a timeout around it: that would cancel the answer.
+                    await asyncio.wait((answer,), timeout=self._patience_s)
+                    if answer.done():
+                        return answer.result()
+                    await self.renew({lease: inbox.ticket})
+            raise TransferError(f"{self.worker_id} did not answer {NUM_READS} times when asked for blocks")
+        finally:
+            answer.cancel()
 
     async def renew(self, tickets: dict[int, str]) -> None:
-        await self.send(Renew(tickets=tickets))
+        """Signs of life for leases that wait: lease → ticket."""
+        for part in _parts(tickets):
+            await self.send(Renew(tickets=part))
 
     async def _receive(self) -> None:
         while True:

@@ -34,6 +34,9 @@ from pagerelay.decode_svc.peers import PeerLink, Peers
 
 log = logging.getLogger(__name__)
 
+FORGET_PEERS_S = 2.5
+"""How often idle links to peers are looked for."""
+
 
 class DecodeWorker(Worker):
     role: Role = "decode"
@@ -65,11 +68,17 @@ class DecodeWorker(Worker):
         """request_id → when its job came; for durations only."""
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._renewed_at = 0.0
+        self._renewing: asyncio.Task[None] | None = None
+        self._forgot_at = 0.0
+        self._unreachable: set[str] = set()
+        """Incarnations whose leases cannot be renewed, as has been said."""
 
     # ------------------------------------------------------------------ fetching
 
     async def stop_data_link(self) -> None:
         await super().stop_data_link()  # while the links to our peers still answer those that end, too
+        if self._renewing is not None:
+            self._renewing.cancel()
         for task in self._fetches.values():
             task.cancel()
         await asyncio.gather(*self._fetches.values(), return_exceptions=True)
@@ -134,7 +143,7 @@ class DecodeWorker(Worker):
                 link,
                 backend,
                 self.parts.pool,
-                patience_s=self.config.worker.lease_s / 4,
+                patience_s=handle.lease_s / 4,
                 clock=self.clock,
                 checksums=self.config.worker.checksums,
             )
@@ -190,11 +199,14 @@ class DecodeWorker(Worker):
         for request_id in [r for r in self._arrived if not self.engine.knows(r)]:
             del self._arrived[request_id]
         now = self.clock()
-        if now - self._renewed_at > self.config.worker.lease_s / 4:
+        waiting = self.engine.queued_handles()
+        # The owners of the leases say how long they keep them: it need not be what is set here.
+        due = self._renewed_at + min((handle.lease_s for handle in waiting), default=0.0) / 4
+        if waiting and now >= due and (self._renewing is None or self._renewing.done()):
             self._renewed_at = now
-            waiting = self.engine.queued_handles()
-            if waiting:
-                self._background = asyncio.create_task(self._renew(waiting))
+            self._renewing = self.task(self._renew(waiting))
+        if now - self._forgot_at > FORGET_PEERS_S:
+            self._forgot_at = now
             self._closing = asyncio.create_task(self._forget_idle_peers())
 
     async def _renew(self, handles: list[KvHandle]) -> None:
@@ -202,11 +214,17 @@ class DecodeWorker(Worker):
         tickets: dict[str, dict[int, str]] = {}
         for handle in handles:
             tickets.setdefault(handle.incarnation, {})[handle.lease] = handle.ticket
+        self._unreachable &= tickets.keys()
         for handle in {handle.incarnation: handle for handle in handles}.values():
             try:
                 await self._peers.link(handle).renew(tickets[handle.incarnation])
-            except TransferError as error:
-                log.debug("could not renew leases on %s: %s", handle.worker_id, error)
+            except (ConfigError, TransferError) as error:
+                # The others' leases are renewed all the same; these requests fail when they are fetched.
+                if handle.incarnation not in self._unreachable:
+                    log.warning("could not renew leases on %s: %s", handle.worker_id, error)
+                self._unreachable.add(handle.incarnation)
+            else:
+                self._unreachable.discard(handle.incarnation)
 
     async def _forget_idle_peers(self) -> None:
         self._direct.detach_gone()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 
 from pagerelay.common.config import Config
@@ -19,6 +21,15 @@ from pagerelay.common.wire.messages import (
 from pagerelay.prefill_svc.engine import PrefillEngine
 
 
+@dataclass(slots=True)
+class _Times:
+    """When a job was accepted, began to be computed and had its first token, by the worker's clock."""
+
+    accepted: float
+    began: float | None = None
+    ended: float | None = None
+
+
 class PrefillWorker(Worker):
     role = "prefill"
 
@@ -28,10 +39,8 @@ class PrefillWorker(Worker):
             parts.runner, parts.facts, parts.pool, parts.limits, self.leasing()
         )
         self.data = self.make_data_link(self.engine)
-        self._times: dict[str, float] = {}
-        """request_id → when it was accepted; for durations only."""
-        self._began: dict[str, float] = {}
-        """request_id → when its prefill began."""
+        self._times: dict[tuple[str, int], _Times] = {}
+        """(request_id, attempt) → when it came to what; for durations only."""
 
     async def stop_data_link(self) -> None:
         await super().stop_data_link()
@@ -44,27 +53,27 @@ class PrefillWorker(Worker):
 
     def submit(self, router_id: str, message: ToWorker) -> None:
         if isinstance(message, PrefillJob):
-            self._times.setdefault(message.request_id, self.clock())
+            self._times.setdefault((message.request_id, message.attempt), _Times(self.clock()))
             self.engine.submit(router_id, message)
 
     def outgoing(self, message: Message) -> Message:
-        now = self.clock()
+        # A router may ask to hear either again: the durations are those of the first time.
         if isinstance(message, PrefillStarted):
-            since = self._times.pop(message.request_id, now)
-            self._began[message.request_id] = now
-            return msgspec.structs.replace(message, queued_s=now - since)
-        if isinstance(message, FirstToken):
-            since = self._began.pop(message.delta.request_id, now)
-            return msgspec.structs.replace(message, prefill_s=now - since)
+            times = self._times.get((message.request_id, message.attempt))
+            if times is not None:
+                times.began = self.clock() if times.began is None else times.began
+                return msgspec.structs.replace(message, queued_s=times.began - times.accepted)
+        elif isinstance(message, FirstToken):
+            times = self._times.get((message.delta.request_id, message.delta.attempt))
+            if times is not None and times.began is not None:
+                times.ended = self.clock() if times.ended is None else times.ended
+                return msgspec.structs.replace(message, prefill_s=times.ended - times.began)
         return message
 
     def tick(self) -> None:
         super().tick()
-        now = self.clock()
-        # Requests that were taken back or failed leave their times behind.
-        for times in (self._times, self._began):
-            for request_id in [r for r, at in times.items() if now - at > 3600 or not self.engine.knows(r)]:
-                del times[request_id]
+        for key in [key for key in self._times if not self.engine.knows(key[0])]:
+            del self._times[key]
         self.counters.prompt_tokens_cached = self.engine.num_prompt_tokens_cached
 
     def load(self) -> Load:

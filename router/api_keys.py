@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -39,12 +39,15 @@ class ApiKeys:
         return scheme.lower() == "bearer" and any(fits)
 
 
-def guard(keys: ApiKeys) -> Middleware:
-    """Middleware: 401 without a key, before a body is read or a route looked at."""
+def guard(keys: ApiKeys, refused: Callable[[str], None]) -> Middleware:
+    """Middleware: 401 without a key, before a body is read. ``refused`` is called with the route, as it was
+    registered, or "other"."""
 
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path not in OPEN and not keys.admits(request.headers.get("Authorization")):
+            resource = request.match_info.route.resource
+            refused("other" if resource is None else resource.canonical)
             raise Unauthorized("a valid API key is needed: send the header Authorization: Bearer KEY")
         return await handler(request)
 

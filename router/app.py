@@ -267,7 +267,10 @@ async def refuse_embeddings(request: web.Request) -> web.Response:
 
 def make_app(service: RouterService) -> web.Application:
     keys = ApiKeys(service.config.client_keys())
-    middlewares: list[Middleware] = [errors_as_json, *([guard(keys)] if keys else [])]
+    middlewares: list[Middleware] = [
+        errors_as_json,
+        *([guard(keys, service.metrics.unauthorized)] if keys else []),
+    ]
     app = web.Application(middlewares=middlewares, client_max_size=service.config.router.max_body_bytes)
     app[SERVICE] = service
     app.router.add_post("/generate", generation("generate"))

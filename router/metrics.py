@@ -105,6 +105,10 @@ class RouterMetrics:
         """Counts a message that came to nothing. Both labels are from closed sets."""
         self.dropped.labels(kind=kind, reason=reason).inc()
 
+    def unauthorized(self, route: str) -> None:
+        """Counts a request that showed no valid API key."""
+        self.requests.labels(route=route, outcome="unauthorized").inc()
+
     def expose(self) -> bytes:
         return generate_latest(self.collector)
 

@@ -246,6 +246,7 @@ class EngineCore(ABC):
                 return
             if seq is None and self._past.get(request_id, 0) < attempt:
                 self._remember(request_id, attempt)  # its job may still be under way
+                return
             self.on_dropped("Abort", "late")
 
     def probe(self, owner: str, request_id: str, attempt: int, next_index: int) -> None:

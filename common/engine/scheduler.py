@@ -2,10 +2,11 @@
 
 Rules, in this order:
 
-1. A sequence with one token to compute (decoding) always runs; sequences decode together, oldest first.
-2. What is left of the token budget goes to prompts: at most half of it to the oldest, the rest to those with
-  the
-   least left to compute. So a long prompt cannot hold up short ones, nor they it.
+1. A sequence with one token to compute (decoding) always runs, even if there are more of them than the token
+   budget; sequences decode together, oldest first.
+2. What is left of the token budget, or a quarter of it if that is more, goes to prompts: at most half of that
+   to the oldest, the rest to those with the least left to compute. So a long prompt cannot hold up short
+   ones, nor they it, and those that decode hold up neither.
 3. Waiting sequences enter in order of arrival as soon as their blocks are there.
 4. A decoding sequence that needs a block and finds none preempts the youngest; the oldest is never preempted.
 """
@@ -111,20 +112,14 @@ class Scheduler:
         """(sequence, number of its tokens) of the next step; empty if there is nothing to do."""
         self._admit()
         chosen: list[tuple[Sequence, int]] = []
-        budget = self._max_batch_tokens
         for sequence in list(self.running):
-            if (
-                sequence.num_remaining == 1
-                and sequence in self.running
-                and budget > 0
-                and self._has_room(sequence)
-            ):
+            if sequence.num_remaining == 1 and sequence in self.running and self._has_room(sequence):
                 chosen.append((sequence, 1))
-                budget -= 1
         # Someone chosen may have been preempted by someone chosen later only if it was younger: drop those.
         chosen = [(sequence, count) for sequence, count in chosen if sequence in self.running]
         prompts = [sequence for sequence in self.running if sequence.num_remaining > 1]
-        if prompts and budget > 0:
+        if prompts:
+            budget = max(self._max_batch_tokens - len(chosen), self._max_batch_tokens // 4, 1)
             first, rest = prompts[0], sorted(prompts[1:], key=lambda s: (s.num_remaining, s.order))
             share = budget if not rest else max(1, budget // 2)
             counts = {id(first): min(first.num_remaining, share)}

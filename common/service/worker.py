@@ -105,9 +105,11 @@ class Worker(ABC):
         """How the engine gives leases. They are looked at once a tick, and a lease's time begins with such a
         look: so it is shortened by two, and ends ``worker.lease_s`` after the last sign of life at the
         latest."""
-        settings = self.config.worker
-        lease_s = max(settings.lease_s - 2 * TICK_S, settings.lease_s / 2)
-        return Leasing(self.incarnation, lease_s, self._handle, settings.checksums)
+        return Leasing(self.incarnation, self._lease_s(), self._handle, self.config.worker.checksums)
+
+    def _lease_s(self) -> float:
+        lease_s = self.config.worker.lease_s
+        return max(lease_s - 2 * TICK_S, lease_s / 2)
 
     def _handle(self, lease: int, num_tokens: int) -> KvHandle:
         assert self.data is not None  # noqa: S101 - leases are given by those alone that serve them
@@ -119,6 +121,7 @@ class Worker(ABC):
             pool=self.parts.backend.address(),
             layout=self.parts.layout,
             num_tokens=num_tokens,
+            lease_s=self._lease_s(),
         )
 
     def make_data_link(self, engine: LeasingEngine) -> DataLink:

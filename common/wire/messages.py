@@ -103,6 +103,8 @@ class KvHandle(Struct, frozen=True, kw_only=True):
     pool: PoolAddress
     layout: Layout
     num_tokens: int
+    lease_s: Interval
+    """How long the lease stands after a sign of life: the reader gives them more often than that."""
     ticket: str = ""
     """Secret of the lease: who shows it was sent by the router."""
 

@@ -175,6 +175,7 @@ def handle_for(lease: int, num_tokens: int, pool: KvPool) -> KvHandle:
         pool=PoolAddress(kind="tcp", num_blocks=pool.num_blocks, block_bytes=pool.layout.block_bytes),
         layout=pool.layout,
         num_tokens=num_tokens,
+        lease_s=10.0,
     )
 
 

@@ -177,11 +177,12 @@ async def test_with_keys_only_who_shows_one_is_served(tiny_dir: Path) -> None:
             assert response.status == 200
 
 
+@pytest.mark.parametrize("loads", [True, False], ids=["ends-after-ready", "ends-while-loading"])
 def test_a_worker_that_cannot_stay_is_started_again_ever_more_slowly(
-    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], loads: bool
 ) -> None:
     """The process is of no matter here: what counts is when a new one is started."""
-    launcher = LocalCluster(load_config(None, {}, {}), quiet=True)
+    launcher = LocalCluster(load_config(None, {}, {}))
     started: list[float] = []
     now = 100.0
     monkeypatch.setattr(local.time, "monotonic", lambda: now)
@@ -195,17 +196,25 @@ def test_a_worker_that_cannot_stay_is_started_again_ever_more_slowly(
         return Ended(), os.open(os.devnull, os.O_RDONLY)
 
     process, events = popen([])
-    child = Child("decode-1", [], process, events)
+    child = Child("decode-1", [], process, events, ready={})
     launcher.children.append(child)
     launcher._popen = popen  # type: ignore[method-assign]
     launcher._selector.close()
     launcher._selector = FakeSelector()  # type: ignore[assignment]
-    for _ in range(600):
-        child.ready = {}
+    for _ in range(1100):
+        if loads:
+            child.ready = {}
         assert launcher.revive_dead()
         now += 0.1
     waits = [round(later - earlier) for earlier, later in itertools.pairwise(started)]
     assert waits == [0, 1, 2, 4, 8], "and then it is left alone"
+    said = [line for line in capsys.readouterr().err.splitlines() if "given up until" in line]
+    assert len(said) == 1, "once"
+    assert said[0].startswith("decode-1 ended (exit code 1) after 5 restarts: given up until ")
+    for _ in range(190):
+        assert launcher.revive_dead()
+        now += 0.1
+    assert len(started) == 7, "what was two minutes ago does not count any more"
     os.close(child.events)
     launcher._folder.cleanup()
 

@@ -139,18 +139,32 @@ def test_decoding_comes_first() -> None:
     assert list(desk.step()) == ["a", "b", "c"]
 
 
-def test_more_sequences_than_budget_leave_the_youngest_waiting() -> None:
-    desk = Desk(budget=2)
-    for name in "abc":
+def test_more_sequences_decode_than_the_budget_has_tokens_and_none_is_starved() -> None:
+    desk = Desk(num_blocks=200, max_num_seqs=32)
+    names = [f"{number:02}" for number in range(32)]
+    for name in names:
         desk.add(name, 1)
-    assert desk.step() == {"a": 1, "b": 1}
+    assert [desk.step() for _ in range(3)] == [dict.fromkeys(names, 1)] * 3
 
 
-def test_a_budget_of_one_moves_the_oldest() -> None:
+def test_a_prompt_goes_on_beside_more_that_decode_than_the_budget_has_tokens() -> None:
+    desk = Desk(num_blocks=200, max_num_seqs=64)
+    names = [f"{number:02}" for number in range(32)]
+    for name in names:
+        desk.add(name, 1)
+    desk.add("long", 9)
+    desk.add("longer", 9)
+    decode = dict.fromkeys(names, 1)
+    # A quarter of 16, and half of that for the oldest prompt.
+    assert desk.step() == decode | {"long": 2, "longer": 2}
+    assert desk.step() == decode | {"long": 2, "longer": 2}
+
+
+def test_a_budget_of_one_moves_the_oldest_prompt_and_all_that_decode() -> None:
     desk = Desk(budget=1)
     desk.add("a", 3)
     desk.add("b", 3)
-    assert [desk.step() for _ in range(4)] == [{"a": 1}] * 4
+    assert [desk.step() for _ in range(4)] == [{"a": 1}, {"a": 1}, {"a": 1, "b": 1}, {"a": 1, "b": 1}]
 
 
 def test_a_chunk_that_leaves_one_token_is_finished_like_a_decode_row() -> None:

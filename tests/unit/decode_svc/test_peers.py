@@ -11,7 +11,7 @@ from engines import INCARNATION, handle_for, make_pool
 from msgspec import structs
 
 from pagerelay.common.errors import TransferError
-from pagerelay.common.wire.codec import Decoder, encode
+from pagerelay.common.wire.codec import MAX_DATA_REQUEST_BYTES, Decoder, encode
 from pagerelay.common.wire.messages import (
     Blocks,
     Commit,
@@ -23,6 +23,7 @@ from pagerelay.common.wire.messages import (
     Read,
     Ready,
     Release,
+    Renew,
     ToPrefill,
 )
 from pagerelay.common.wire.sockets import ServerSocket
@@ -133,6 +134,43 @@ async def test_an_answer_to_a_cancelled_read_goes_to_no_other(prefill: Prefill, 
     await prefill.say(Blocks(lease=1, block_ids=[4]), b"four")
     await prefill.say(Blocks(lease=1, block_ids=[5]), b"five")
     assert [bytes(frame) for frame in await second] == [b"five"]
+
+
+async def test_a_lost_question_or_answer_is_asked_for_again_and_the_lease_renewed(prefill: Prefill) -> None:
+    link = PeerLink(prefill.handle(), None, asyncio.create_task, ignored, read_patience_s=0.02)
+    await link.open(structs.replace(fetch(1), ticket="t"))
+    read = asyncio.create_task(link.read(1, [4, 5]))
+    question, sign = Read(lease=1, block_ids=[4, 5]), Renew(tickets={1: "t"})
+    await prefill.hear()
+    assert [await prefill.hear() for _ in range(5)] == [question, sign, question, sign, sign]
+    await prefill.say(Blocks(lease=1, block_ids=[4, 5]), b"four", b"five")
+    await prefill.say(Blocks(lease=1, block_ids=[4, 5]), b"four", b"five")
+    async with asyncio.timeout(5):
+        assert [bytes(frame) for frame in await read] == [b"four", b"five"]
+    await link.close()
+
+
+async def test_a_peer_that_stays_silent_fails_the_read(prefill: Prefill) -> None:
+    link = PeerLink(prefill.handle(), None, asyncio.create_task, ignored, read_patience_s=0.001)
+    await link.open(fetch(1))
+    async with asyncio.timeout(5):
+        with pytest.raises(TransferError, match="prefill-1 did not answer 4 times"):
+            await link.read(1, [4])
+    await link.close()
+
+
+async def test_many_leases_are_renewed_in_frames_that_the_peer_takes(
+    prefill: Prefill, link: PeerLink
+) -> None:
+    tickets = {lease: f"{lease:032x}" for lease in range(2**40, 2**40 + 10_000)}
+    assert len(encode(Renew(tickets=tickets))) > MAX_DATA_REQUEST_BYTES
+    await link.renew(tickets)
+    heard: dict[int, str] = {}
+    while len(heard) < len(tickets):
+        message = await prefill.hear()
+        assert len(encode(message)) <= MAX_DATA_REQUEST_BYTES
+        heard |= message.tickets
+    assert heard == tickets
 
 
 async def test_a_lost_lease_fails_its_reads_and_is_news(prefill: Prefill, link: PeerLink) -> None:

@@ -530,7 +530,7 @@ def test_a_job_that_comes_after_its_abort_or_twice_is_not_begun() -> None:
     engine.submit("router", prefill_job("r", PROMPT, attempt=3))
     assert not engine.step()
     assert_idle(engine)
-    assert dropped == ["Abort/late", "PrefillJob/late", "PrefillJob/repeated", "PrefillJob/repeated"]
+    assert dropped == ["PrefillJob/late", "PrefillJob/repeated", "PrefillJob/repeated"]
 
 
 def watched(engine: PrefillEngine) -> tuple[PrefillEngine, list[str]]:

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
+from flows import Clock
+from flows import registry as make_registry
 
 from pagerelay.router.api_keys import OPEN, ApiKeys, guard
 from pagerelay.router.app import errors_as_json
+from pagerelay.router.metrics import RouterMetrics
 
 KEYS = ApiKeys(["key-number-one", "key-number-two"])
 WRONG = [
@@ -35,8 +38,14 @@ async def served(request: web.Request) -> web.Response:
 
 
 @pytest.fixture
-async def client() -> AsyncIterator[Any]:
-    app = web.Application(middlewares=[errors_as_json, guard(KEYS)])
+def refused() -> list[str]:
+    """Routes of the requests that were refused."""
+    return []
+
+
+@pytest.fixture
+async def client(refused: list[str]) -> AsyncIterator[Any]:
+    app = web.Application(middlewares=[errors_as_json, guard(KEYS, refused.append)])
     for path in (*OPEN, "/generate", "/v1/models"):
         app.router.add_route("*", path, served)
     async with TestClient(TestServer(app)) as made:
@@ -63,9 +72,19 @@ async def test_everybody_else_hears_the_same(client: Any, method: str, path: str
     assert "key-number" not in error["message"]
 
 
+async def test_the_refused_are_counted_by_routes_that_there_are(client: Any, refused: list[str]) -> None:
+    for path in ("/generate", "/v1/models?of=mine", "/made/up"):
+        await client.post(path)
+    assert refused == ["/generate", "/v1/models", "other"]
+    metrics = RouterMetrics(make_registry(Clock()))
+    metrics.unauthorized("/generate")
+    assert b'pagerelay_requests_total{outcome="unauthorized",route="/generate"} 1.0' in metrics.expose()
+
+
 @pytest.mark.parametrize("path", sorted(OPEN))
-async def test_what_tells_the_servers_state_is_open(client: Any, path: str) -> None:
+async def test_what_tells_the_servers_state_is_open(client: Any, refused: list[str], path: str) -> None:
     assert (await client.get(path)).status == 200
+    assert refused == []
 
 
 def test_bytes_that_are_no_text_are_a_wrong_key() -> None:

@@ -8,13 +8,16 @@ from random import Random
 from typing import Any
 
 import pytest
-from engines import answer, prefill_job
+from engines import answer, handle_for, prefill_job
 from house import PROMPT, House
+from msgspec.structs import replace
 
 from pagerelay.common.service.link import RouterLink
 from pagerelay.common.service.worker import Worker
 from pagerelay.common.transport.tcp import TcpBackend
 from pagerelay.common.wire.auth import CurveKeys
+from pagerelay.common.wire.messages import FirstToken, PrefillStarted, TokenDelta
+from pagerelay.decode_svc.peers import PeerLink
 from pagerelay.decode_svc.worker import DecodeWorker
 from pagerelay.prefill_svc.worker import PrefillWorker
 from pagerelay.router.flow import RequestFlow
@@ -202,6 +205,53 @@ async def test_a_worker_takes_nothing_that_is_not_for_its_role(house: House) -> 
     worker.received("router", prefill_job("r", PROMPT))
     assert worker.counters.dropped == {"PrefillJob/refused": 1}
     await house.idle()
+
+
+@pytest.mark.parametrize("house", [False], indirect=True, ids=["open"])
+async def test_what_is_said_again_has_the_durations_of_the_first_time(house: House) -> None:
+    worker = house.workers[await house.start(PrefillWorker)][0]
+    now = 100.0
+    worker.clock = lambda: now
+    worker.submit("router", prefill_job("r", PROMPT))
+    handle = handle_for(1, len(PROMPT), worker.parts.pool)
+    started = PrefillStarted(request_id="r", attempt=1, handle=handle, queued_s=0.0, num_cached_tokens=0)
+    delta = TokenDelta(request_id="r", attempt=1, index=0, token=1)
+    first = FirstToken(delta=delta, prefill_s=0.0, num_computed_tokens=len(PROMPT))
+    now = 102.0
+    assert worker.outgoing(started) == replace(started, queued_s=2.0)
+    now = 105.0
+    assert worker.outgoing(first) == replace(first, prefill_s=3.0)
+    now = 110.0
+    assert worker.outgoing(started) == replace(started, queued_s=2.0)
+    assert worker.outgoing(first) == replace(first, prefill_s=3.0)
+    worker.engine.abort("r", 1)
+    await house.idle()
+
+
+@pytest.mark.parametrize("house", [False], indirect=True, ids=["open"])
+async def test_leases_are_renewed_as_their_owners_want_and_one_bad_handle_spoils_no_other(
+    house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = house.workers[await house.start(DecodeWorker)][0]
+    good = replace(handle_for(1, 4, worker.parts.pool), lease_s=1.0, ticket="t")
+    bad = replace(good, incarnation="bad", data_endpoint="nowhere")
+    renewed: list[tuple[float, dict[int, str]]] = []
+
+    async def renew(_: PeerLink, tickets: dict[int, str]) -> None:
+        renewed.append((now, tickets))
+
+    monkeypatch.setattr(PeerLink, "renew", renew)
+    monkeypatch.setattr(worker.engine, "queued_handles", lambda: [bad, good])
+    now = round(worker.clock()) + 100.0
+    began = now
+    worker.clock = lambda: now
+    for seconds in (0.0, 0.125, 0.25, 0.375, 0.5):
+        now = began + seconds
+        worker.tick()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert [(at - began, tickets) for at, tickets in renewed] == [(at, {1: "t"}) for at in (0, 0.25, 0.5)]
+    assert len([line for line in caplog.messages if "could not renew leases on" in line]) == 1
 
 
 @pytest.mark.parametrize("house", [False], indirect=True, ids=["open"])
