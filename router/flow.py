@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NoReturn
 
 from pagerelay.common.errors import DeadlineExceeded, InvalidRequest, Unavailable, WorkerLost
@@ -43,6 +43,7 @@ from pagerelay.router.links import RequestNews, WorkerLinks
 from pagerelay.router.metrics import RouterMetrics
 from pagerelay.router.placement import Placement
 from pagerelay.router.policy import RoutingPolicy
+from pagerelay.router.times import FlowTimes
 
 log = logging.getLogger(__name__)
 
@@ -59,16 +60,6 @@ class FlowSettings:
     """With the 3 s until a silent worker is taken for dead, an answer that cannot go on ends within 5 s."""
     probe_s: float = 1.0
     """Silence after which the worker that is due to make progress is asked about the request."""
-
-
-@dataclass(slots=True)
-class FlowTimes:
-    """Durations in seconds, as far as they are known."""
-
-    queue_s: float | None = None
-    prefill_s: float | None = None
-    handover_s: float | None = None
-    phases: dict[str, float] = field(default_factory=dict)  # those of HandoverPhases, and first_step
 
 
 class _Lost:
@@ -103,7 +94,7 @@ class RequestFlow:
         self.attempt = 1
         self.emitted: list[int] = []
         self.recoveries = 0
-        self.times = FlowTimes()
+        self.times = FlowTimes(metrics)
         self.transport: str | None = None
         self._prompt = prompt
         self._sampling = sampling
@@ -117,9 +108,6 @@ class RequestFlow:
         self._started = False
         """P has said in this attempt where its KV will be."""
         self._preemptions = 0
-        self._handed_over_at: float | None = None
-        self._first_index = 0
-        """Loop time at which D had the KV, until its first step is measured; the token given with it."""
         self._done = False
         self._progress_at = 0.0
         """Loop time of the last news that brought it forward; what is said again does not count."""
@@ -241,8 +229,7 @@ class RequestFlow:
                     return []
                 self._started = True
                 self._advanced()
-                self.times.queue_s = event.queued_s
-                self._metrics.queue.observe(event.queued_s)
+                self.times.queued(event)
                 # One token is all that is wanted: it comes from P, and no decode worker is troubled.
                 tokens = (self._prompt + self.emitted)[: event.handle.num_tokens]
                 if self._sampling.max_tokens > len(tokens) - len(self._prompt) + 1:
@@ -251,14 +238,15 @@ class RequestFlow:
                 if not self._place.first_token_due():
                     self._metrics.drop("FirstToken", "repeated")
                     return []
-                self.times.prefill_s = event.prefill_s
-                self._metrics.prefill.observe(event.prefill_s)
+                self.times.prefilled(event)
                 return await self._accept(event.delta)
             case HandedOver():
                 if self.state != "HANDOFF":
                     self._metrics.drop("HandedOver", "repeated")
                     return []
-                self._handed_over(event)
+                self._decoding()
+                self.transport = event.transport
+                self.times.handed_over(event, self._progress_at)
                 # Repeats P's token, by design; where the prompt was computed on D it is the only one to
                 # bring it.
                 return await self._accept(event.first) if event.first.index >= len(self.emitted) else []
@@ -276,24 +264,6 @@ class RequestFlow:
                 await self._recover(event.code, event.message)
         return []
 
-    def _handed_over(self, event: HandedOver) -> None:
-        self._decoding()
-        self.transport = event.transport
-        if event.transport == "local":
-            self._metrics.recomputed_tokens.inc(event.num_computed_tokens)
-        else:
-            self.times.handover_s = event.handover_s
-            self._metrics.handover.labels(transport=event.transport).observe(event.handover_s)
-            if event.phases is not None:
-                for name in event.phases.__struct_fields__:
-                    self._phase(name.removesuffix("_s"), getattr(event.phases, name))
-            self._handed_over_at, self._first_index = self._progress_at, event.first.index
-            self._metrics.handover_bytes.labels(transport=event.transport).inc(event.num_bytes)
-
-    def _phase(self, name: str, seconds: float) -> None:
-        self.times.phases[name] = seconds
-        self._metrics.handover_phases.labels(phase=name).observe(seconds)
-
     def _decoding(self) -> None:
         self._move("DECODING")
         self._place.kv_arrived()
@@ -309,9 +279,8 @@ class RequestFlow:
             return []
         self.emitted.append(delta.token)
         self._advanced()
-        if self._handed_over_at is not None and self.state == "DECODING" and delta.index > self._first_index:
-            self._phase("first_step", self._progress_at - self._handed_over_at)
-            self._handed_over_at = None
+        if self.state == "DECODING":
+            self.times.decoded(delta.index, self._progress_at)
         return [delta]
 
     # ------------------------------------------------------------------ dispatch and recovery
@@ -331,7 +300,7 @@ class RequestFlow:
 
     async def _hand_off(self, handle: KvHandle | None, tokens: list[int]) -> None:
         """To a decode worker: ``tokens`` are those whose KV it fetches or computes."""
-        self._handed_over_at = None
+        self.times.hands_off()
         first_index = len(tokens) - len(self._prompt)
         entry = await self._place.to_decoder(self.attempt, tokens, first_index, handle)
         if entry is None:
