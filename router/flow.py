@@ -21,10 +21,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NoReturn
 
-from pagerelay.common.errors import DeadlineExceeded, InvalidRequest, Unavailable, WorkerLost
+from pagerelay.common.errors import ApiError, DeadlineExceeded, InvalidRequest, Unavailable, WorkerLost
 from pagerelay.common.states import ROUTER, Machine
 from pagerelay.common.wire.messages import (
     Failed,
@@ -39,10 +39,12 @@ from pagerelay.common.wire.messages import (
     TokenDelta,
     Tokens,
 )
+from pagerelay.router.inbox import Event, Inbox, LeaveDecoder, Lost, News
 from pagerelay.router.links import RequestNews, WorkerLinks
 from pagerelay.router.metrics import RouterMetrics
 from pagerelay.router.placement import Placement
 from pagerelay.router.policy import RoutingPolicy
+from pagerelay.router.times import FlowTimes
 
 log = logging.getLogger(__name__)
 
@@ -59,30 +61,6 @@ class FlowSettings:
     """With the 3 s until a silent worker is taken for dead, an answer that cannot go on ends within 5 s."""
     probe_s: float = 1.0
     """Silence after which the worker that is due to make progress is asked about the request."""
-
-
-@dataclass(slots=True)
-class FlowTimes:
-    """Durations in seconds, as far as they are known."""
-
-    queue_s: float | None = None
-    prefill_s: float | None = None
-    handover_s: float | None = None
-    phases: dict[str, float] = field(default_factory=dict)  # those of HandoverPhases, and first_step
-
-
-class _Lost:
-    """A worker that this request depends on is gone."""
-
-    def __init__(self, worker_id: str) -> None:
-        self.worker_id = worker_id
-
-
-class _LeaveDecoder(_Lost):
-    """Its decode worker drains, and hands over what runs on it."""
-
-
-_Event = TokenDelta | RequestNews | _Lost
 
 
 class RequestFlow:
@@ -103,7 +81,7 @@ class RequestFlow:
         self.attempt = 1
         self.emitted: list[int] = []
         self.recoveries = 0
-        self.times = FlowTimes()
+        self.times = FlowTimes(metrics)
         self.transport: str | None = None
         self._prompt = prompt
         self._sampling = sampling
@@ -113,14 +91,15 @@ class RequestFlow:
         self._settings = settings
         self._clock = clock
         self._machine = Machine(ROUTER, "QUEUED")
-        self._inbox: asyncio.Queue[_Event] = asyncio.Queue()
+        self._inbox = Inbox()
         self._started = False
         """P has said in this attempt where its KV will be."""
         self._preemptions = 0
-        self._handed_over_at: float | None = None
-        self._first_index = 0
-        """Loop time at which D had the KV, until its first step is measured; the token given with it."""
         self._done = False
+        self._doubt_ends: float | None = None
+        """Loop time until which D must show that it has the KV: the source has it no more."""
+        self._failure: ApiError | None = None
+        """What ended it, while tokens that came before are given out first."""
         self._progress_at = 0.0
         """Loop time of the last news that brought it forward; what is said again does not count."""
 
@@ -131,17 +110,18 @@ class RequestFlow:
     # ------------------------------------------------------------------ news from the links (synchronous)
 
     def news(self, message: RequestNews, worker_id: str) -> None:
-        self._inbox.put_nowait(message)
+        self._inbox.put(News(message, worker_id))
 
     def tokens(self, message: Tokens, position: int) -> None:
-        self._inbox.put_nowait(message.deltas[position])
+        self._inbox.put(message.deltas[position])
 
-    def worker_lost(self, worker_id: str) -> None:
-        self._inbox.put_nowait(_Lost(worker_id))
+    def worker_lost(self, worker_id: str, goodbye: bool) -> None:
+        self._inbox.put(Lost(worker_id, goodbye))
 
     def leave_decoder(self, worker_id: str) -> None:
-        """This worker wants to be rid of it. May be said again and again."""
-        self._inbox.put_nowait(_LeaveDecoder(worker_id))
+        """This worker wants to be rid of it. May be said again and again, also while it gives it away."""
+        if self._place.decodes_on(worker_id):
+            self._inbox.put(LeaveDecoder(worker_id))
 
     # ------------------------------------------------------------------ the coroutine's verbs
 
@@ -151,11 +131,21 @@ class RequestFlow:
         await self._dispatch()
 
     async def next(self) -> tuple[list[int], FinishReason | None]:
-        """The next tokens (at least one), and why the answer ended if it did. Raises an :class:`ApiError`."""
+        """The next tokens (at least one), and why the answer ended if it did. Raises an :class:`ApiError`,
+        after all tokens that came before it."""
+        if self._failure is not None:
+            raise self._failure
         fresh: list[int] = []
         reason: FinishReason | None = None
         while not fresh or (not self._inbox.empty() and reason is None):
-            for delta in await self._step():
+            try:
+                deltas = await self._step()
+            except ApiError as error:
+                if not fresh:
+                    raise
+                self._failure = error
+                break
+            for delta in deltas:
                 fresh.append(delta.token)
                 reason = delta.finish_reason
         if reason is not None:
@@ -187,6 +177,9 @@ class RequestFlow:
         was = self.state.lower()
         event = await self._next_event(patience)
         if event is None:
+            if self._doubt_ends is not None:
+                await self._recover("worker_lost", "the worker that had its KV has it no more")
+                return []
             if self.state == "DECODING":
                 await self._recover("stall", f"the decode worker was silent for {patience:g} s")
                 return []
@@ -198,39 +191,53 @@ class RequestFlow:
             if self.state == "HANDOFF" and event.attempt == self.attempt:
                 self._decoding()  # its HandedOver was lost
             return await self._accept(event)
-        if isinstance(event, _LeaveDecoder):
+        if isinstance(event, LeaveDecoder):
             await self._ask_to_suspend(event.worker_id)
             return []
-        if isinstance(event, _Lost):
-            if self._place.is_with(event.worker_id):
+        if isinstance(event, Lost):
+            if event.goodbye and self._place.is_given_by(event.worker_id):
+                await self._doubt()
+            elif self._place.is_with(event.worker_id):
                 await self._recover("worker_lost", "its worker was lost")
             return []
-        attempt = event.delta.attempt if isinstance(event, FirstToken) else event.attempt
-        if attempt != self.attempt:
-            self._metrics.drop(type(event).__name__, "late")
+        message = event.message
+        if isinstance(message, Failed) and self._place.is_given_by(event.worker_id, message.attempt):
+            if message.code == "forgotten":
+                await self._doubt()  # it also forgets what was confirmed to it
+            else:
+                await self._recover(message.code, message.message)
             return []
-        return await self._on_news(event)
+        attempt = message.delta.attempt if isinstance(message, FirstToken) else message.attempt
+        if attempt != self.attempt:
+            self._metrics.drop(type(message).__name__, "late")
+            return []
+        return await self._on_news(message)
 
-    async def _next_event(self, patience_s: float) -> _Event | None:
-        """The next piece of news; ``None`` after ``patience_s`` without progress. Silence may mean that a
-        message was lost, so meanwhile the worker is asked."""
-        if not self._inbox.empty():
-            return self._inbox.get_nowait()
+    async def _doubt(self) -> None:
+        """The source has its KV no more: either D has confirmed its copy, and its word is on another socket,
+        or nobody has it. D is asked, and has ``probe_s`` for its answer."""
+        if self._doubt_ends is None:
+            self._doubt_ends = asyncio.get_running_loop().time() + self._settings.probe_s
+            await self._place.probe(self.attempt, len(self.emitted), 0.0)
+
+    async def _next_event(self, patience_s: float) -> Event | None:
+        """The next piece of news; ``None`` after ``patience_s`` without progress or at the end of a doubt.
+        Silence may mean that a message was lost: meanwhile the workers are asked, whatever else comes."""
         now = asyncio.get_running_loop().time
         deadline = self._progress_at + patience_s
+        if self._doubt_ends is not None:
+            deadline = min(deadline, self._doubt_ends)
         while True:
-            try:
-                # Not wait_for: on Python 3.11 it can swallow a cancellation that comes together with the
-                # item.
-                async with asyncio.timeout(min(max(0.0, deadline - now()), self._settings.probe_s)):
-                    return await self._inbox.get()
-            except TimeoutError:
-                if now() >= deadline:
-                    return None
-                await self._probe()
+            ask_at = max(self._progress_at, self._place.probed_at) + self._settings.probe_s
+            event = await self._inbox.get(until=min(deadline, ask_at))
+            if event is not None:
+                return event
+            if now() >= deadline:
+                return None
+            await self._probe()
 
     async def _probe(self) -> None:
-        """Asks the worker whose turn it is, but not for each of many tokens ahead of a missing one."""
+        """Asks the workers that have it, but not for each of many tokens ahead of a missing one."""
         await self._place.probe(self.attempt, len(self.emitted), self._settings.probe_s / 2)
 
     async def _on_news(self, event: RequestNews) -> list[TokenDelta]:
@@ -241,8 +248,7 @@ class RequestFlow:
                     return []
                 self._started = True
                 self._advanced()
-                self.times.queue_s = event.queued_s
-                self._metrics.queue.observe(event.queued_s)
+                self.times.queued(event)
                 # One token is all that is wanted: it comes from P, and no decode worker is troubled.
                 tokens = (self._prompt + self.emitted)[: event.handle.num_tokens]
                 if self._sampling.max_tokens > len(tokens) - len(self._prompt) + 1:
@@ -251,14 +257,15 @@ class RequestFlow:
                 if not self._place.first_token_due():
                     self._metrics.drop("FirstToken", "repeated")
                     return []
-                self.times.prefill_s = event.prefill_s
-                self._metrics.prefill.observe(event.prefill_s)
+                self.times.prefilled(event)
                 return await self._accept(event.delta)
             case HandedOver():
                 if self.state != "HANDOFF":
                     self._metrics.drop("HandedOver", "repeated")
                     return []
-                self._handed_over(event)
+                self._decoding()
+                self.transport = event.transport
+                self.times.handed_over(event, self._progress_at)
                 # Repeats P's token, by design; where the prompt was computed on D it is the only one to
                 # bring it.
                 return await self._accept(event.first) if event.first.index >= len(self.emitted) else []
@@ -276,25 +283,8 @@ class RequestFlow:
                 await self._recover(event.code, event.message)
         return []
 
-    def _handed_over(self, event: HandedOver) -> None:
-        self._decoding()
-        self.transport = event.transport
-        if event.transport == "local":
-            self._metrics.recomputed_tokens.inc(event.num_computed_tokens)
-        else:
-            self.times.handover_s = event.handover_s
-            self._metrics.handover.labels(transport=event.transport).observe(event.handover_s)
-            if event.phases is not None:
-                for name in event.phases.__struct_fields__:
-                    self._phase(name.removesuffix("_s"), getattr(event.phases, name))
-            self._handed_over_at, self._first_index = self._progress_at, event.first.index
-            self._metrics.handover_bytes.labels(transport=event.transport).inc(event.num_bytes)
-
-    def _phase(self, name: str, seconds: float) -> None:
-        self.times.phases[name] = seconds
-        self._metrics.handover_phases.labels(phase=name).observe(seconds)
-
     def _decoding(self) -> None:
+        self._doubt_ends = None
         self._move("DECODING")
         self._place.kv_arrived()
 
@@ -309,9 +299,8 @@ class RequestFlow:
             return []
         self.emitted.append(delta.token)
         self._advanced()
-        if self._handed_over_at is not None and self.state == "DECODING" and delta.index > self._first_index:
-            self._phase("first_step", self._progress_at - self._handed_over_at)
-            self._handed_over_at = None
+        if self.state == "DECODING":
+            self.times.decoded(delta.index, self._progress_at)
         return [delta]
 
     # ------------------------------------------------------------------ dispatch and recovery
@@ -331,8 +320,10 @@ class RequestFlow:
 
     async def _hand_off(self, handle: KvHandle | None, tokens: list[int]) -> None:
         """To a decode worker: ``tokens`` are those whose KV it fetches or computes."""
-        self._handed_over_at = None
+        self.times.hands_off()
         first_index = len(tokens) - len(self._prompt)
+        if handle is not None:
+            await self._wait_for_a_decoder(len(tokens))
         entry = await self._place.to_decoder(self.attempt, tokens, first_index, handle)
         if entry is None:
             self._fail_without_decoder()
@@ -357,12 +348,12 @@ class RequestFlow:
             self._metrics.drop("Suspended", "repeated")
         elif handle.num_tokens > len(tokens):
             await self._probe()  # tokens before it were lost: both are said again
-        elif handle.num_tokens != len(tokens) or self._place.decoder_for(len(tokens)) is None:
+        elif handle.num_tokens != len(tokens) or not await self._wait_for_a_decoder(len(tokens)):
             await self._recover("handover_failed", "its decode worker drains, and none could take over")
         else:
             self._metrics.moved.inc()
+            self._place.turn_over(self.attempt)
             self.attempt += 1
-            self._place.turn_over()
             await self._hand_off(handle, tokens)
 
     async def _recover(self, cause: str, message: str) -> None:
@@ -376,21 +367,29 @@ class RequestFlow:
         )
         if cause != "preempted":
             self.recoveries += 1
-        if self.recoveries > self._settings.max_recoveries or self._preemptions > MAX_PREEMPTIONS:
+        if self._preemptions > MAX_PREEMPTIONS:
+            self._move("FAILED")
+            text = f"preempted {self._preemptions} times: {message}"
+            raise Unavailable(text, code="preempted", retry_after_s=1)
+        if self.recoveries > self._settings.max_recoveries:
             self._move("FAILED")
             raise WorkerLost(f"gave up after {self._settings.max_recoveries} recoveries: {message}")
+        self._doubt_ends = None
         self._move("RECOVERING")
         await self._place.release(self.attempt, abort=True)
         self.attempt += 1
-        await self._wait_for_a_decoder()
+        await self._wait_for_a_decoder(len(self._prompt) + len(self.emitted))
         await self._dispatch()
 
-    async def _wait_for_a_decoder(self) -> None:
-        """An answer under way may wait a moment for a worker that comes back; a new request is refused at
-        once."""
+    async def _wait_for_a_decoder(self, num_tokens: int) -> bool:
+        """Could a decode worker take so many tokens? What is under way may wait a moment for one that comes
+        back; a new request is refused at once."""
         deadline = self._clock() + self._settings.rejoin_wait_s
-        while not self._links.registry.entries("decode", "colocated") and self._clock() < deadline:
+        while self._place.decoder_for(num_tokens) is None:
+            if self._clock() >= deadline:
+                return False
             await asyncio.sleep(0.05)
+        return True
 
     def _move(self, state: str) -> None:
         self._machine.move(state)

@@ -109,7 +109,7 @@ class WorkerLinks:
             self.registry.heard(entry, message)
             await self._send(identity, Beat())
         elif isinstance(message, Goodbye):
-            self.registry.remove(entry, "it said goodbye")
+            self.registry.remove(entry, "it said goodbye", goodbye=True)
         else:
             subject = message.delta if isinstance(message, FirstToken) else message
             flow = self._flow(entry, subject.request_id)

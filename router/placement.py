@@ -40,7 +40,20 @@ class Placement:
         self._flow = flow
         self._links = links
         self._policy = policy
-        self._probed_at: float | None = None
+        self.source_attempt = 0
+        """The attempt that the source knows it by; older than the decoder's where a decode worker hands
+        over."""
+        self.probed_at = 0.0
+        """Loop time of the last question."""
+
+    def decodes_on(self, worker_id: str) -> bool:
+        return self.decoder is not None and self.decoder.worker_id == worker_id
+
+    def is_given_by(self, worker_id: str, attempt: int | None = None) -> bool:
+        """Is this worker (and this attempt) the source that a decode worker takes it from?"""
+        if self.source is None or self.decoder is None or self.source.worker_id != worker_id:
+            return False
+        return attempt is None or attempt == self.source_attempt
 
     def is_with(self, worker_id: str) -> bool:
         return any(entry.worker_id == worker_id for entry in (self.source, self.decoder) if entry is not None)
@@ -67,7 +80,7 @@ class Placement:
         entry = self._book(self._policy.prefill(views, self._blocks_needed(len(token_ids))))
         if entry is None:
             return None
-        self.source = entry
+        self.source, self.source_attempt = entry, attempt
         entry.tokens_due[self._request_id] = len(token_ids)
         job = PrefillJob(
             request_id=self._request_id,
@@ -112,21 +125,21 @@ class Placement:
             self.source.release(self._request_id)
             self.source = None
 
-    def turn_over(self) -> None:
-        """The decoder gives its KV from now on."""
+    def turn_over(self, attempt: int) -> None:
+        """The decoder gives its KV from now on; ``attempt`` is the one that it knows."""
         self.source, self.decoder = self.decoder, None
+        self.source_attempt = attempt
 
     async def probe(self, attempt: int, next_index: int, spacing_s: float) -> None:
-        """Asks the worker whose turn it is to say again what we may have missed, if it was not asked for
+        """Asks the workers that have it to say again what we may have missed, if they were not asked for
         ``spacing_s``."""
         now = asyncio.get_running_loop().time()
-        if self._probed_at is not None and now - self._probed_at < spacing_s:
+        if now - self.probed_at < spacing_s:
             return
-        self._probed_at = now
-        await self._send(
-            self.decoder or self.source,
-            Probe(request_id=self._request_id, attempt=attempt, next_index=next_index),
-        )
+        self.probed_at = now
+        for entry, known_as in ((self.decoder, attempt), (self.source, self.source_attempt)):
+            probe = Probe(request_id=self._request_id, attempt=known_as, next_index=next_index)
+            await self._send(entry, probe)
 
     async def suspend(self, attempt: int) -> None:
         await self._send(self.decoder, Suspend(request_id=self._request_id, attempt=attempt))

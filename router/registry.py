@@ -35,7 +35,7 @@ _RANKS: dict[str, int | None] = {"ready": 0, "suspect": 1, "draining": None}
 class Bound(Protocol):
     """A request that some worker holds."""
 
-    def worker_lost(self, worker_id: str) -> None: ...
+    def worker_lost(self, worker_id: str, goodbye: bool) -> None: ...
 
     def leave_decoder(self, worker_id: str) -> None: ...
 
@@ -147,8 +147,8 @@ class WorkerRegistry:
             entry.last_heard = self._clock()
         return entry
 
-    def remove(self, entry: WorkerEntry, why: str) -> None:
-        """Forgets a worker; everything bound to it is told."""
+    def remove(self, entry: WorkerEntry, why: str, goodbye: bool = False) -> None:
+        """Forgets a worker; everything bound to it is told. ``goodbye``: it left in order."""
         if self._by_identity.pop(entry.identity, None) is None:
             return
         log.log(
@@ -162,7 +162,7 @@ class WorkerRegistry:
         if len(self._departed) > NUM_REMEMBERED:
             add_counters(self._long_gone, self._departed.popitem(last=False)[1])
         for request in list(entry.bound.values()):
-            request.worker_lost(entry.worker_id)
+            request.worker_lost(entry.worker_id, goodbye)
 
     def pardon(self) -> None:
         """We did not listen for a while (this process was stopped, or its loop busy): silence then proves

@@ -14,6 +14,7 @@ from pagerelay.common.errors import ApiError, DeadlineExceeded, InvalidRequest, 
 from pagerelay.common.wire.account import Counters, Load
 from pagerelay.common.wire.messages import (
     DecodeJob,
+    Failed,
     HandoverPhases,
     Heartbeat,
     PrefillJob,
@@ -415,8 +416,20 @@ async def test_preemptions_do_not_count_as_losses_but_not_for_ever() -> None:
         await settle(driven)
     assert driven.flow.recoveries == 0
     driven.preempted()
-    with pytest.raises(WorkerLost):
+    with pytest.raises(Unavailable, match=f"preempted {MAX_PREEMPTIONS + 1} times") as caught:
         await driven.flow.next()
+    assert caught.value.code == "preempted"
+
+
+async def test_tokens_that_came_before_the_end_are_given_out_first() -> None:
+    house = House("p1", "d1")
+    driven = await decoding(house)
+    driven.token(2, 13)
+    driven.failed("bad_job", retryable=False)
+    assert await driven.flow.next() == ([13], None)
+    for _ in range(2):
+        with pytest.raises(Unavailable, match="it is bad_job"):
+            await driven.flow.next()
 
 
 async def test_tokens_of_the_lost_attempt_that_came_in_time_are_kept() -> None:
@@ -809,6 +822,112 @@ async def test_a_move_that_fails_is_recovered_from(how: str) -> None:
     assert driven.flow.recoveries == 1
     await driven.flow.close()
     assert nobody_holds_anything(house)
+
+
+async def moving(house: House, **settings: Any) -> Driven:
+    """d1 has given it up, d2 fetches from it as attempt 2."""
+    driven = await decoding(house, **settings)
+    drain(house, "d1")
+    driven.suspended(len(driven.prompt) + 1)
+    await settle(driven)
+    assert house.take_sent()[-1][0] == "d2"
+    assert (driven.flow.state, driven.flow.attempt) == ("HANDOFF", 2)
+    return driven
+
+
+@pytest.mark.parametrize("state", ["HANDOFF", "suspended", "RECOVERING"])
+async def test_it_waits_while_those_who_are_left_only_drain(state: str) -> None:
+    house = House("p1", "d1", "d2")
+    driven = await (started if state == "HANDOFF" else decoding)(house, rejoin_wait_s=5.0)
+    house.take_sent()
+    drain(house, "d1")
+    house.lose("d2")
+    if state == "HANDOFF":
+        driven.started()
+    elif state == "suspended":
+        driven.suspended(len(driven.prompt) + 1)
+    else:
+        driven.failed("step_failed")
+    task = asyncio.create_task(driven.flow.next())
+    await asyncio.sleep(0.06)
+    assert [message for _, message in house.take_sent() if message != driven.abort()] == []
+    house.join("d3")
+    async with asyncio.timeout(5):
+        while not house.links.sent:
+            await asyncio.sleep(0.01)
+    assert not task.done()
+    task.cancel()
+    assert house.take_sent()[-1][0] == ("p1" if state == "RECOVERING" else "d3")
+    assert driven.flow.recoveries == (state == "RECOVERING")
+
+
+async def test_the_givers_failure_counts_although_it_knows_an_older_attempt() -> None:
+    house = House("p1", "d1", "d2", "d3")
+    driven = await moving(house)
+    expired = Failed(request_id="r", attempt=1, code="lease_expired", message="late", retryable=True)
+    driven.flow.news(expired, "d3")
+    await settle(driven)
+    assert driven.flow.state == "HANDOFF", "it says so of nothing that it gives"
+    driven.flow.news(expired, "d1")
+    await settle(driven)
+    assert house.take_sent()[-1] == ("p1", driven.prefill_job(3, [11, 12]))
+    assert house.count("recoveries", cause="lease_expired") == 1
+
+
+async def test_while_it_moves_both_are_asked_by_the_attempt_that_they_know() -> None:
+    house = House("p1", "d1", "d2")
+    driven = await moving(house, probe_s=0.05)
+    await settle(driven, 0.08)
+    assert house.take_sent() == [
+        ("d2", Probe(request_id="r", attempt=2, next_index=2)),
+        ("d1", Probe(request_id="r", attempt=1, next_index=2)),
+    ]
+
+
+@pytest.mark.parametrize("how", ["goodbye", "forgotten"])
+@pytest.mark.parametrize("copied", [True, False])
+async def test_a_giver_that_has_it_no_more_is_no_loss_if_the_taker_has_it(how: str, copied: bool) -> None:
+    """Its goodbye can overtake the taker's confirmation, which comes on another socket."""
+    house = House("p1", "d1", "d2")
+    driven = await moving(house, probe_s=0.05)
+    if how == "goodbye":
+        house.registry.remove(house.entry("d1"), "it said goodbye", goodbye=True)
+    else:
+        driven.flow.news(
+            Failed(request_id="r", attempt=1, code="forgotten", message="?", retryable=True), "d1"
+        )
+    await settle(driven)
+    assert house.take_sent()[0] == ("d2", Probe(request_id="r", attempt=2, next_index=2))
+    assert driven.flow.state == "HANDOFF"
+    if copied:
+        driven.handed_over(1, 12)
+        await settle(driven, 0.08)
+        assert (driven.flow.state, driven.flow.recoveries) == ("DECODING", 0)
+    else:
+        await settle(driven, 0.08)
+        assert ("p1", driven.prefill_job(3, [11, 12])) in house.take_sent()
+        assert driven.flow.recoveries == 1
+
+
+async def test_heartbeats_of_a_worker_that_hands_over_do_not_put_off_the_question() -> None:
+    house = House("p1", "d1")
+    driven = await decoding(house, probe_s=0.1)
+    drain(house, "d1")
+    house.take_sent()
+    task = asyncio.create_task(driven.flow.next())
+    async with asyncio.timeout(5):
+        while not house.links.sent:
+            driven.flow.leave_decoder("d1")  # there is nobody to take over
+            await asyncio.sleep(0.01)
+    task.cancel()
+    assert house.take_sent() == [("d1", Probe(request_id="r", attempt=1, next_index=2))]
+
+
+async def test_a_giver_need_not_be_told_again() -> None:
+    house = House("p1", "d1", "d2")
+    driven = await moving(house)
+    driven.flow.leave_decoder("d1")
+    assert driven.flow._inbox.empty()
 
 
 def drain(house: House, worker_id: str) -> None:

@@ -45,7 +45,7 @@ class Flow:
     def tokens(self, message: Tokens, position: int) -> None:
         self.heard.append(message.deltas[position])
 
-    def worker_lost(self, worker_id: str) -> None:
+    def worker_lost(self, worker_id: str, goodbye: bool) -> None:
         self.lost.append(worker_id)
 
     def leave_decoder(self, worker_id: str) -> None:

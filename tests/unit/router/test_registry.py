@@ -19,7 +19,7 @@ class Request:
     def __init__(self) -> None:
         self.lost: list[str] = []
 
-    def worker_lost(self, worker_id: str) -> None:
+    def worker_lost(self, worker_id: str, goodbye: bool) -> None:
         self.lost.append(worker_id)
 
     def leave_decoder(self, worker_id: str) -> None:
@@ -157,8 +157,8 @@ def test_one_who_is_told_of_the_loss_may_let_go_of_the_worker_at_once() -> None:
     entry = join(workers)
 
     class Leaving(Request):
-        def worker_lost(self, worker_id: str) -> None:
-            super().worker_lost(worker_id)
+        def worker_lost(self, worker_id: str, goodbye: bool) -> None:
+            super().worker_lost(worker_id, goodbye)
             for name in ("r", "s"):
                 entry.release(name)
 
