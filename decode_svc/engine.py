@@ -219,8 +219,12 @@ class DecodeEngine(LeasingEngine):
 
     def suspend(self, request_id: str, attempt: int) -> None:
         """Stops decoding and keeps the KV for another decode worker, who samples the next token. Said
-        again, it is answered again; while its prompt is not complete here it is left alone."""
+        again, it is answered again; while its prompt is not complete here, or where nothing could fetch from
+        this worker (it does not hand over), it is left alone."""
         with self.lock:
+            if not self._leasing.gives:
+                self.on_dropped("Suspend", "refused")
+                return
             seq = self._by_request.get(request_id)
             if seq is None or seq.attempt != attempt:
                 self.on_dropped("Suspend", "late")

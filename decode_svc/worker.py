@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from functools import partial
 
 from msgspec import structs
@@ -47,10 +48,10 @@ class DecodeWorker(Worker):
         if colocated:
             self.role = "colocated"
         super().__init__(config, keys, parts)
-        self.engine: DecodeEngine = DecodeEngine(
-            parts.runner, parts.facts, parts.pool, parts.limits, self.leasing()
-        )
-        if config.worker.drain == "hand-over":
+        hands_over = config.worker.drain == "hand-over"
+        leasing = replace(self.leasing(), gives=hands_over)
+        self.engine: DecodeEngine = DecodeEngine(parts.runner, parts.facts, parts.pool, parts.limits, leasing)
+        if hands_over:
             self.data = self.make_data_link(self.engine)
         self._direct = direct_backend(parts)
         self._backends = (self._direct, TcpBackend(config.worker.tcp_window_blocks, parts.cuda))

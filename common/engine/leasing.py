@@ -12,6 +12,7 @@ the end is void.
 
 from __future__ import annotations
 
+import hmac
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -39,6 +40,8 @@ class Leasing:
     handle: Callable[[int, int], KvHandle]
     """``(lease, num_tokens)`` → the handle that tells a reader where to fetch."""
     checksums: bool = True
+    gives: bool = True
+    """False: no data link serves this engine's KV, so it gives no leases."""
 
 
 @dataclass(slots=True)
@@ -74,6 +77,8 @@ class LeasingEngine(EngineCore):
         self._lease_of: dict[str, Lease] = {}
         self._confirmed: OrderedDict[int, bytes] = OrderedDict()
         """Lease → who has confirmed its copy: a question asked twice is answered twice."""
+        self._expired: OrderedDict[int, None] = OrderedDict()
+        """Leases that ran out: who comes for one is told that its fetch has failed."""
         self.expired = 0
 
     # ------------------------------------------------------------------ from the workers that fetch
@@ -87,12 +92,13 @@ class LeasingEngine(EngineCore):
                 return
             lease = self.leases.get(message.lease)
             if lease is None:
-                # It ended (its first token was its last, or it was taken back) before D came, or ran out: the
-                # router knows in either case.
+                # It ran out, or it ended (its first token was its last, or it was taken back) before D came
+                # and the router knows.
                 self.on_dropped("Fetch", "late")
-                self._lost(peer, message.lease, "there is no such lease any more", ended=True)
+                ended = message.lease not in self._expired
+                self._lost(peer, message.lease, "there is no such lease any more", ended)
                 return
-            if message.ticket != lease.handle.ticket or lease.peer not in (None, peer):
+            if not self._is_ticket(lease, message.ticket) or lease.peer not in (None, peer):
                 self.on_dropped("Fetch", "refused")
                 self._lost(peer, message.lease, "this lease was given to another worker")
                 return
@@ -114,7 +120,9 @@ class LeasingEngine(EngineCore):
             if lease is None:
                 self.on_dropped("Read", "late")
                 return False
-            if lease.peer != peer or len(wanted) != len(block_ids) or not wanted <= set(lease.seq.block_ids):
+            # The other blocks still hold what was in them before: somebody else's prompt.
+            final = set(lease.seq.block_ids[: self._num_final(lease)])
+            if lease.peer != peer or len(wanted) != len(block_ids) or not wanted <= final:
                 self.on_dropped("Read", "refused")
                 return False
             self._touch(lease, now)
@@ -127,7 +135,7 @@ class LeasingEngine(EngineCore):
                 lease = self.leases.get(lease_id)
                 if lease is None:
                     self.on_dropped("Renew", "late")
-                elif ticket != lease.handle.ticket:
+                elif not self._is_ticket(lease, ticket):
                     self.on_dropped("Renew", "refused")
                 else:
                     self._touch(lease, now)
@@ -168,6 +176,9 @@ class LeasingEngine(EngineCore):
                     lease.deadline = now + self._leasing.lease_s
             for lease in [le for le in complete if le.deadline is not None and le.deadline < now]:
                 self.expired += 1
+                self._expired[lease.id] = None
+                if len(self._expired) > NUM_REMEMBERED:
+                    self._expired.popitem(last=False)
                 self._end(lease.seq, "EXPIRED", f"no sign of life for {self._leasing.lease_s:g} s")
                 self._tell_failed(
                     lease.seq, "lease_expired", "its KV was not fetched in time", retryable=True
@@ -204,11 +215,9 @@ class LeasingEngine(EngineCore):
         end."""
         if lease.peer is None:
             return
-        done = lease.first_token is not None
-        block_ids = lease.seq.block_ids
-        ready = len(block_ids) if done else lease.seq.num_computed // self.limits.block_size
+        ready = self._num_final(lease)
         if ready > lease.announced:
-            ids = block_ids[lease.announced : ready]
+            ids = lease.seq.block_ids[lease.announced : ready]
             news = Ready(
                 lease=lease.id,
                 first=lease.announced,
@@ -221,6 +230,16 @@ class LeasingEngine(EngineCore):
         if lease.first_token is not None:
             commit = Commit(lease=lease.id, num_tokens=lease.handle.num_tokens, first_token=lease.first_token)
             self._outbox.to_peer.append((lease.peer, commit))
+
+    def _num_final(self, lease: Lease) -> int:
+        """Blocks, from the first, that are computed and will not change any more."""
+        if lease.first_token is not None:
+            return len(lease.seq.block_ids)
+        return lease.seq.num_computed // self.limits.block_size
+
+    @staticmethod
+    def _is_ticket(lease: Lease, ticket: str) -> bool:
+        return hmac.compare_digest(ticket.encode(), lease.handle.ticket.encode())
 
     def _sums_of(self, blocks: Bytes, ids: Seq[int]) -> list[int]:
         """Checksums of these final blocks."""

@@ -644,6 +644,19 @@ def test_suspending_what_cannot_be_suspended() -> None:
     assert_idle(engine)
 
 
+def test_a_worker_that_nobody_can_fetch_from_is_not_suspended() -> None:
+    engine = decode_engine()
+    engine._leasing = replace(engine._leasing, gives=False)
+    dropped: list[str] = []
+    engine.on_dropped = lambda kind, reason: dropped.append(f"{kind}/{reason}")
+    running(engine, sampling=greedy(6))
+    engine.suspend("r", 1)
+    assert sent_to_router(engine) == []
+    assert dropped == ["Suspend/refused"]
+    assert tokens_of([message for _, message in run_dry(engine).to_router]) == answer(PROMPT, 6)[1:]
+    assert_idle(engine)
+
+
 def test_what_nobody_comes_for_is_given_up_and_the_router_hears_of_it() -> None:
     engine = decode_engine()
     running(engine)

@@ -327,6 +327,7 @@ def test_a_confirmation_after_the_end_is_refused() -> None:
     fetch(engine, now=11.0)
     (lost,) = sent_to_peer(engine)
     assert isinstance(lost, LeaseLost)
+    assert not lost.ended, "the fetch has failed, and the router must hear of it"
 
 
 @pytest.mark.parametrize("sign", ["renew", "fetch", "read"])
@@ -431,6 +432,18 @@ def test_a_confirmation_said_twice_is_answered_twice() -> None:
     assert sent_to_peer(engine) == [Released(lease=1, ok=False)]
     assert dropped == ["Release/late"]
     assert_idle(engine)
+
+
+def test_blocks_that_are_not_computed_yet_are_nobodys_to_read() -> None:
+    """They still hold what somebody else's prompt left in them."""
+    engine = prefill_engine(max_batch_tokens=4)
+    engine.submit("router", prefill_job("r", PROMPT))
+    engine.step()
+    fetch(engine, from_block=3)  # it says that it has them all: that changes nothing
+    assert engine.may_read(DECODER, 1, [0], 0.0)
+    assert not engine.may_read(DECODER, 1, [1], 0.0)
+    run_dry(engine)
+    assert engine.may_read(DECODER, 1, [0, 1, 2], 0.0)
 
 
 def test_no_block_is_asked_for_twice_in_one_read() -> None:
@@ -685,7 +698,7 @@ def test_no_verb_waits_for_a_step() -> None:
         fetch(engine)
         engine.renew({1: engine.leases[1].handle.ticket}, 1.0)
         engine.expire(2.0)
-        assert engine.may_read(DECODER, 1, [0], 2.0)
+        assert not engine.may_read(DECODER, 1, [0], 2.0), "it is being computed"
         engine.release(DECODER, 1, received=False)
         assert engine.outstanding_tokens() == 20
         started = sent_to_router(engine)
