@@ -71,8 +71,8 @@ class Bench:
                 function()
             end.record()
         self.wait()
-        times: list[float] = [start.elapsed_time(end) / inner for start, end in pairs]
-        return statistics.median(times)
+        middle: float = statistics.median([start.elapsed_time(end) / inner for start, end in pairs])
+        return middle
 
     def host_us(self, function: Callable[[], Any], calls: int = 200) -> float:
         """Microseconds of the host for one call that does not wait for the device."""

@@ -29,15 +29,15 @@ def dry_run(out: Path, only: str = "") -> tuple[int, list[dict[str, Any]]]:
 @needs_triton
 @pytest.mark.timeout(240)
 def test_a_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All sections but the last, which starts processes of its own."""
-    chosen = [name for name in SECTIONS if name != "cluster"]
+    """The sections that are quick, and the one with another process."""
+    chosen = [name for name in SECTIONS if name not in ("correct", "cluster")]
     code, found = dry_run(tmp_path, ",".join(chosen))
     shown = capsys.readouterr().out
     assert code == 0, shown
     assert {finding["section"] for finding in found} == set(chosen)
-    assert sum(finding.get("passed", False) for finding in found) > 25
+    assert sum(finding.get("passed", False) for finding in found) > 9
     assert shown.count("\n") <= 60
-    assert "sections not run: cluster" in shown
+    assert "sections not run: correct, cluster" in shown
     for name in chosen:
         assert (tmp_path / f"{name}.json").is_file()
 
@@ -85,10 +85,8 @@ def test_a_section_that_goes_wrong_is_one_failure_and_the_next_runs(
     monkeypatch.setattr(Child, "code", code)
     monkeypatch.setattr(Child, "findings", [{"name": "copy", "value": 7.0, "unit": "GB/s", "note": ""}])
     killed: list[int] = []
-    stand_in = SimpleNamespace(
-        Popen=Child, STDOUT=subprocess.STDOUT, TimeoutExpired=subprocess.TimeoutExpired
-    )
-    monkeypatch.setattr(gpu_check, "subprocess", stand_in)  # of this module alone: the report asks git
+    started = SimpleNamespace(Popen=Child, STDOUT=subprocess.STDOUT, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(gpu_check, "subprocess", started)
     monkeypatch.setattr(gpu_check.os, "killpg", lambda pid, _: killed.append(pid))
     status = bench.main(["gpu-check", "--only", "versions,ceilings", "--out", str(tmp_path)])
     found = json.loads((tmp_path / "gpu-check.json").read_text())["findings"]
