@@ -24,10 +24,10 @@ def parse(kind: Kind, **fields: Any) -> ParsedRequest:
 
 
 def refuse(kind: Kind, **fields: Any) -> InvalidRequest:
-    began = time.perf_counter()
+    began = time.thread_time()  # our own time, whatever else the machine does
     with pytest.raises(InvalidRequest) as caught:
         parse(kind, **fields)
-    assert time.perf_counter() - began < 0.5
+    assert time.thread_time() - began < 0.5
     assert "Error" not in caught.value.message
     return caught.value
 
