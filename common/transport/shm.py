@@ -32,6 +32,7 @@ from pagerelay.common.transport.base import (
     check_blocks,
     host_id,
 )
+from pagerelay.common.transport.populate import Populating
 from pagerelay.common.wire.pools import PoolAddress
 
 HEADER_BYTES = 4096
@@ -46,6 +47,7 @@ class ShmBackend(DirectBackend):
         self._map: mmap.mmap | None = None
         self._address: PoolAddress | None = None
         self._peers: dict[str, Bytes] = {}
+        self._populating: list[Populating] = []
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="shm-copy")
 
     def allocate(self, num_blocks: int, block_bytes: int) -> Bytes:
@@ -90,7 +92,9 @@ class ShmBackend(DirectBackend):
             segment=self._segment,
             nonce=nonce,
         )
-        return np.frombuffer(self._map, dtype=np.uint8, offset=HEADER_BYTES)
+        memory = np.frombuffer(self._map, dtype=np.uint8, offset=HEADER_BYTES)
+        self._populating.append(Populating(memory, write=True))
+        return memory
 
     def address(self) -> PoolAddress:
         if self._address is None:
@@ -126,6 +130,7 @@ class ShmBackend(DirectBackend):
             pool.num_blocks, pool.block_bytes
         )
         self._peers[pool.segment] = blocks
+        self._populating.append(Populating(blocks, write=False))
         return blocks
 
     def detach_gone(self) -> None:
@@ -133,6 +138,7 @@ class ShmBackend(DirectBackend):
         own."""
         for segment in [name for name in self._peers if not (FOLDER / name).exists()]:
             del self._peers[segment]
+        self._populating = [populating for populating in self._populating if populating.running]
 
     async def fetch(
         self,
@@ -168,6 +174,9 @@ class ShmBackend(DirectBackend):
 
     def close(self) -> None:
         self._copier.shutdown(wait=True)
+        for populating in self._populating:
+            populating.stop()
+        self._populating.clear()
         self._peers.clear()
         if self._fd >= 0:
             (FOLDER / self._segment).unlink(missing_ok=True)
