@@ -57,3 +57,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     second, and falls into whichever test is being timed."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    gc.unfreeze()
