@@ -2,7 +2,8 @@
 
 A hand-over of 6 MB took 20 ms into pages that nobody had touched and 3 ms into others. The kernel is asked
 for them (``MADV_POPULATE_*``, Linux 5.14) by a thread that runs only where nothing else wants the processor,
-so a worker is not ready later for it. Where the kernel does not know the request, the first use pays as before.
+so a worker is not ready later for it. Where the kernel does not know the request, the first use pays as
+before.
 """
 
 from __future__ import annotations
