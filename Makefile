@@ -17,7 +17,7 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
-ROOMS := bench cli common decode_svc kernels prefill_svc router
+ROOMS := bench cli client common decode_svc kernels prefill_svc router
 PIP_INSTALL = $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check $(addprefix -c ,$(CONSTRAINTS))
 
 # The repository root never gets onto sys.path: its folders are called common, router, kernels.
