@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -116,6 +117,8 @@ class Connection:
 
 def _reason(error: Exception) -> str:
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    if isinstance(cause, OSError) and cause.errno is not None and cause.errno > 0:
+        return os.strerror(cause.errno)
     return getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
 
 
