@@ -1,4 +1,4 @@
-"""Other people's clients, unmodified, against a real cluster; ``make test-clients`` installs and runs them."""
+"""Other people's clients, unmodified, against a real cluster: ``make test-clients``."""
 
 from __future__ import annotations
 
