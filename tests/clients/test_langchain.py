@@ -1,8 +1,8 @@
 """langchain-openai under LangChain's own standard tests of chat models.
 
-Left out by the properties that the suite has for it: images, PDFs and audio (the model reads text), tool calls
-and structured output (a random model calls no tool and means nothing; their wire format is tested elsewhere),
-and recorded traffic (``test_stream_time``).
+Left out by the properties that the suite has for it: images, PDFs and audio (the model reads text), tool
+calls and structured output (a random model calls no tool and means nothing; their wire format is tested
+elsewhere), and recorded traffic (``test_stream_time``).
 """
 
 from __future__ import annotations
