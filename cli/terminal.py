@@ -140,19 +140,26 @@ class Chat:
 
 def _stdin() -> str:
     """All of stdin; the newline that ends its last line is not part of the text."""
+    if sys.stdin.isatty():
+        print("reading the text from the terminal; Ctrl-D ends it", file=sys.stderr)
     return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
 
 
 def _show(pieces: Iterator[str]) -> None:
-    """Writes pieces as they come and ends the line."""
+    """Writes pieces as they come, and ends the line however they end."""
     terminal = sys.stdout.isatty()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8
-    for text in pieces:
-        sys.stdout.write(_harmless(text) if terminal else text)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
-    sys.stdout.flush()
+    shown = False
+    try:
+        for text in pieces:
+            sys.stdout.write(_harmless(text) if terminal else text)
+            sys.stdout.flush()
+            shown = True
+    finally:
+        if shown:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
 
 
 def _harmless(text: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -40,8 +39,10 @@ class LocalCluster:
         read_end, write_end = os.pipe()
         try:
             # The kernel ends the launcher with the thread that started it, so the client's own thread does.
-            self._process = loop.run(self._spawn(write_end))
-            os.close(write_end)
+            try:
+                self._process = loop.run(self._spawn(write_end))
+            finally:
+                os.close(write_end)
             return self._wait(read_end, self._process)
         except BaseException:
             self.stop()
@@ -67,7 +68,6 @@ class LocalCluster:
     def _wait(self, read_end: int, process: subprocess.Popen[bytes]) -> str:
         buffer = b""
         while True:
-            select.select([read_end], [], [])
             data = os.read(read_end, 65536)
             if not data:
                 code = process.wait()
