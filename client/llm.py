@@ -10,7 +10,9 @@ under way; the server sees a client that has left.
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
+import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Self, TypeVar
@@ -73,10 +75,12 @@ class LLM:
             self.api_key = api_key
             connection = self._loop.run(_connect(self.base_url, api_key, max_retries, timeout_s))
         except BaseException:
-            _shut(self._loop, None, self._local)
+            _shut(os.getpid(), self._loop, None, self._local)
             raise
         self._connection = connection
-        self.close: Callable[[], object] = weakref.finalize(self, _shut, self._loop, connection, self._local)
+        self.close: Callable[[], object] = weakref.finalize(
+            self, _shut, os.getpid(), self._loop, connection, self._local
+        )
         """Cancels what runs, and stops a local cluster. May be repeated."""
 
     # ------------------------------------------------------------------ asking
@@ -231,15 +235,24 @@ async def _connect(base_url: str, api_key: str | None, max_retries: int, timeout
     return Connection(base_url, api_key, max_retries=max_retries, timeout_s=timeout_s)
 
 
-def _shut(loop: LoopThread, connection: Connection | None, local: LocalCluster | None) -> None:
-    """Everything an :class:`LLM` holds; may run in any thread, as garbage collection does."""
+async def _close(connection: Connection | None) -> None:
     if connection is not None:
-        loop.clean_up(connection.close())
+        await connection.close()
+
+
+def _shut(owner: int, loop: LoopThread, connection: Connection | None, local: LocalCluster | None) -> None:
+    """Ends everything an :class:`LLM` holds; in a fork of the process ``owner``, nothing."""
+    if os.getpid() != owner:
+        return
+    if loop.here:  # garbage collection runs in any thread; this one cannot wait for itself
+        threading.Thread(target=_shut, args=(owner, loop, connection, local)).start()
+        return
     try:
+        loop.cancel(_close(connection))  # first, or the router would wait for what runs
         if local is not None:
-            local.stop(wait=not loop.here)
+            local.stop()
     finally:
-        loop.stop()
+        loop.end()
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

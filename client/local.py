@@ -30,7 +30,6 @@ class LocalCluster:
             **settings,
         }
         self._api_key = api_key
-        self._owner = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, loop: LoopThread) -> str:
@@ -40,23 +39,23 @@ class LocalCluster:
         try:
             # The kernel ends the launcher with the thread that started it, so the client's own thread does.
             try:
-                self._process = loop.run(self._spawn(write_end))
+                loop.run(self._spawn(write_end))
             finally:
                 os.close(write_end)
-            return self._wait(read_end, self._process)
+            return self._wait(read_end)
         except BaseException:
             self.stop()
             raise
         finally:
             os.close(read_end)
 
-    async def _spawn(self, write_end: int) -> subprocess.Popen[bytes]:
+    async def _spawn(self, write_end: int) -> None:
         flags = [f"--set={name}={_written(value)}" for name, value in self._settings.items()]
         command = [sys.executable, "-m", "pagerelay.cli", "up", *flags]
         command += ["--announce-fd", str(write_end), "--parent-pid", str(os.getpid())]
         # The key goes by the environment, which other users cannot read.
         environment = {**os.environ, "PYTHONSAFEPATH": "1", "PAGERELAY_ROUTER_API_KEYS": self._api_key}
-        return subprocess.Popen(  # noqa: S603 - our own interpreter, our own module
+        self._process = subprocess.Popen(  # noqa: S603 - our own interpreter, our own module
             command,
             env=environment,
             pass_fds=(write_end,),
@@ -65,12 +64,12 @@ class LocalCluster:
             start_new_session=True,  # Ctrl-C is the client's alone
         )
 
-    def _wait(self, read_end: int, process: subprocess.Popen[bytes]) -> str:
+    def _wait(self, read_end: int) -> str:
         buffer = b""
         while True:
             data = os.read(read_end, 65536)
             if not data:
-                code = process.wait()
+                code = self._process.wait() if self._process is not None else None
                 raise StartupError(f"the cluster ended while starting (exit code {code}); it has said why")
             *lines, buffer = (buffer + data).split(b"\n")
             for line in lines:
@@ -84,15 +83,13 @@ class LocalCluster:
         """The exit code of a launcher that has ended, or ``None``."""
         return None if self._process is None else self._process.poll()
 
-    def stop(self, *, wait: bool = True) -> None:
-        """Stops the services and waits for that. May be repeated; does nothing in a fork of its owner."""
+    def stop(self) -> None:
+        """Stops the services and waits for that. May be repeated."""
         process = self._process
-        if process is None or os.getpid() != self._owner:
+        if process is None:
             return
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-        if not wait:
-            return
         try:
             process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:

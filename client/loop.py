@@ -18,7 +18,7 @@ END_S = 5.0
 
 
 class LoopThread:
-    """Runs coroutines for other threads until :meth:`stop`. The thread ends with the process."""
+    """Runs coroutines for other threads until :meth:`cancel`. The thread ends with the process."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -65,18 +65,22 @@ class LoopThread:
         with contextlib.suppress(ClientClosed):
             self.run(work)
 
-    def stop(self) -> None:
-        """Cancels what runs and ends the thread. May be repeated, and called from any thread."""
+    def cancel(self, last: Coroutine[Any, Any, None]) -> None:
+        """Cancels what runs, takes nothing more, and runs ``last``. For other threads only, once."""
         with self._lock:
-            if not self._stopped:
-                self._stopped = True
-                self._loop.call_soon_threadsafe(self._end)
-        if not self.here:
-            self._thread.join(END_S)
+            self._stopped = True
+            ended = asyncio.run_coroutine_threadsafe(self._cancel(last), self._loop)
+        with contextlib.suppress(TimeoutError):
+            ended.result(END_S)
 
-    def _end(self) -> None:
-        tasks = asyncio.all_tasks(self._loop)
+    async def _cancel(self, last: Coroutine[Any, Any, None]) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
-        waiting = asyncio.gather(*tasks, return_exceptions=True)
-        waiting.add_done_callback(lambda _: self._loop.stop())
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await last
+
+    def end(self) -> None:
+        """Ends the thread. For other threads only, once, after :meth:`cancel`."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(END_S)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -149,6 +150,15 @@ class Terminal:
             assert time.monotonic() < deadline, self.shown
         self.shown = self.shown.partition(text)[2]
 
+    def interrupt_the_prompt(self) -> None:
+        """Ctrl-C once the process sleeps: one between readline's prompt and its wait is seen late."""
+        stat = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/stat")
+        deadline = time.monotonic() + 30
+        while stat.read_text().rpartition(")")[2].split()[0] != "S":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        self.type("\x03")
+
     def end(self) -> int:
         return self.process.wait(30)
 
@@ -204,9 +214,9 @@ def test_ctrl_c_stops_the_answer_and_a_second_one_leaves(router: FakeRouter, ter
     chat.until("fine\r\n> ")
     assert [turn["content"] for turn in router.seen[1]["messages"]] == ["first", "well", "second"]
     assert router.left == 1
-    chat.type("\x03")
+    chat.interrupt_the_prompt()
     chat.until("> ")
-    chat.type("\x03")
+    chat.interrupt_the_prompt()
     assert chat.end() == 130
 
 
