@@ -25,7 +25,7 @@ def test_a_bounded_run(
         "--backend",
         f"kind=openai_http,target={served.url},api_key={key},request_format={request_format}",
         "--tokenizer",
-        f"kind=huggingface_auto,tokenizer={tiny_dir}",
+        f"kind=huggingface_auto,model={tiny_dir}",
         "--data",
         "kind=synthetic_text,prompt_tokens=40,output_tokens=8",
         "--profile",
