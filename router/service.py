@@ -133,15 +133,16 @@ class RouterService:
     def flows(self, parsed: ParsedRequest, prompts: list[list[int]], context_len: int) -> list[RequestFlow]:
         """One flow a choice, in the order of their indexes."""
         request = secrets.token_hex(12)
+        bad_words = self.tokenizer.bad_words(parsed.bad_words)
         made = []
         for index in range(parsed.num_choices):
-            prompt = prompts[index // parsed.n]
+            prompt = prompts[index // parsed.best_of]
             made.append(
                 RequestFlow(
                     request_id=f"{request}-{index}",
                     order=next(self._orders),
                     prompt=prompt,
-                    sampling=finalize(parsed, len(prompt), context_len, index),
+                    sampling=finalize(parsed, len(prompt), context_len, index, bad_words),
                     links=self.links,
                     policy=self.policy,
                     metrics=self.metrics,
