@@ -332,6 +332,7 @@ class Worker(ABC):
             data_endpoint=self.data.refresh_endpoint() if self.data is not None else "",
             transport=parts.backend.name,
             ops=parts.runner.ops.name,
+            prefix_cache=parts.limits.prefix_cache,
             pid=os.getpid(),
             host=socket.gethostname(),
         )

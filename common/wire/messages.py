@@ -105,6 +105,7 @@ class Hello(Message, frozen=True):
     data_endpoint: str = ""
     transport: str = ""
     ops: str = ""
+    prefix_cache: bool = False
     pid: int = 0
     host: str = ""
     epoch: int = 0
