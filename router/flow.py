@@ -68,7 +68,6 @@ class RequestFlow:
         self,
         *,
         request_id: str,
-        order: int,
         prompt: list[int],
         sampling: SamplingParams,
         links: WorkerLinks,
@@ -86,7 +85,7 @@ class RequestFlow:
         self._prompt = prompt
         self._sampling = sampling
         self._links = links
-        self._place = Placement(request_id, order, sampling, self, links, policy)
+        self._place = Placement(request_id, len(prompt), sampling, self, links, policy, clock)
         self._metrics = metrics
         self._settings = settings
         self._clock = clock
@@ -333,7 +332,8 @@ class RequestFlow:
 
     def _fail_without_decoder(self) -> NoReturn:
         self._move("FAILED")
-        raise Unavailable("no decode worker is available", code="no_decode_worker", retry_after_s=1)
+        text = "no decode worker with room for the whole answer is available"
+        raise Unavailable(text, code="no_decode_worker", retry_after_s=1)
 
     async def _ask_to_suspend(self, worker_id: str) -> None:
         """If another decode worker could take it now; else it stays where it is."""
@@ -360,7 +360,7 @@ class RequestFlow:
         """Everything anew with what the client has already; at most ``max_recoveries`` times."""
         if self._machine.ended:
             return
-        self._metrics.recoveries.labels(cause=cause).inc()
+        self._metrics.recovered(cause)
         log.warning(
             "%s recovers while %s, %d tokens in: %s (%s)",
             *(self.request_id, self.state.lower(), len(self.emitted), message, cause),

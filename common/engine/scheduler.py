@@ -21,7 +21,7 @@ from pagerelay.common.hashing import PrefixHasher
 from pagerelay.common.kv.blocks import BlockPool
 
 
-def by_age(sequence: Sequence) -> int:
+def by_age(sequence: Sequence) -> float:
     return sequence.order
 
 
