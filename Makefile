@@ -111,8 +111,11 @@ format: setup-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Two files at a time, but nothing beside a test that has a cluster of its own.
+ORDINARY := not slow and not exact and not compose and not asan and not clients
 test: lint model
-	$(BIN)/pytest -m "not slow and not exact and not compose and not asan and not clients" $(PYTEST_ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile -m "$(ORDINARY)" tests/unit tests/contract tests/shape $(PYTEST_ARGS)
+	$(BIN)/pytest -m "$(ORDINARY)" tests/system $(PYTEST_ARGS)
 
 # In an environment of its own: other people's clients bring plug-ins for pytest, and want other versions of what
 # the constraints pin.
@@ -121,7 +124,7 @@ test-clients:
 	.venv-clients/bin/pytest -m clients $(PYTEST_ARGS)
 
 asan: setup-dev
-	$(BIN)/pytest -m asan $(PYTEST_ARGS)
+	$(BIN)/pytest -n 2 -m asan $(PYTEST_ARGS)
 
 exact: setup-dev model
 	$(BIN)/pytest -m exact $(PYTEST_ARGS)
