@@ -59,6 +59,16 @@ def test_chats_whole_and_streamed(client: Any, model: str) -> None:
     assert text == whole.choices[0].message.content
 
 
+def test_logprobs_in_both_shapes(client: Any, model: str) -> None:
+    text = client.completions.create(model=model, prompt=PROMPT, logprobs=2, **FEW).choices[0]
+    assert len(text.logprobs.tokens) == len(text.logprobs.token_logprobs) == 5
+    chat = client.chat.completions.create(
+        model=model, messages=TURNS, logprobs=True, top_logprobs=2, **FEW
+    ).choices[0]
+    assert [len(token.top_logprobs) for token in chat.logprobs.content] == [2] * 5
+    assert b"".join(bytes(t.bytes) for t in chat.logprobs.content).decode() == chat.message.content
+
+
 def test_the_clients_own_stream_helper(client: Any, model: str) -> None:
     with client.chat.completions.stream(
         model=model, messages=TURNS, stream_options={"include_usage": True}, **FEW

@@ -33,6 +33,16 @@ async def test_texts_ids_and_streams_of_a_running_cluster(split: Cluster) -> Non
     await split.idle()
 
 
+async def test_logprobs_of_answer_and_prompt(split: Cluster) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    with LLM(base_url=split.url) as llm:
+        [output] = llm.generate([[5, 6, 7]], params)
+        [chat] = llm.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=3, logprobs=2))
+    assert len(output.outputs[0].logprobs) == len(output.outputs[0].token_ids) == 3
+    assert len(output.prompt_logprobs) == 3
+    assert [len(token["top_logprobs"]) for token in chat.outputs[0].logprobs["content"]] == [2, 2, 2]
+
+
 async def test_chats_of_a_running_cluster(split: Cluster) -> None:
     turns = [{"role": "user", "content": "hi"}]
     with LLM(base_url=split.url) as llm:
