@@ -201,8 +201,9 @@ def check_context(num_prompt_tokens: int, context_len: int, param: str | None = 
     """A prompt must leave room for one token. Raises :class:`ContextLengthExceeded` with both numbers."""
     if num_prompt_tokens >= context_len:
         raise ContextLengthExceeded(
-            f"the prompt has {num_prompt_tokens} tokens, "
-            f"but prompt and answer together have room for {context_len}; shorten the prompt",
+            # In words by which clients that retry with a shorter prompt know it.
+            f"this model's maximum context length is {context_len} tokens, prompt and answer together, "
+            f"but the prompt has {num_prompt_tokens}; shorten the prompt",
             param=param,
         )
 
