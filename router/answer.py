@@ -12,6 +12,7 @@ from pagerelay.router.flow import RequestFlow
 from pagerelay.router.replies import Output, Timings, Usage
 from pagerelay.router.service import RouterService
 from pagerelay.router.stops import StopMatcher
+from pagerelay.router.tool_calls import CallDelta, ToolParser
 from pagerelay.router.validate import ParsedRequest
 
 
@@ -23,6 +24,7 @@ class Piece:
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None
+    calls: list[CallDelta]
 
 
 @dataclass(slots=True)
@@ -32,6 +34,7 @@ class Choice:
     index: int
     flow: RequestFlow
     parts: list[str] = field(default_factory=list)
+    calls: list[CallDelta] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
@@ -92,7 +95,8 @@ class Answer:
 
     async def _read(self, choice: Choice) -> None:
         parsed, metrics, clock = self._parsed, self._service.metrics, self._service.clock
-        detokenizer = self._service.tokenizer.detokenizer(parsed.skip_special_tokens)
+        parser = ToolParser(parsed.tool_rules)
+        detokenizer = self._service.tokenizer.detokenizer(parsed.skip_special_tokens, parser.marks)
         stops = StopMatcher(parsed.stop, parsed.include_stop_str_in_output)
         last: float | None = None
         while choice.finish_reason is None:
@@ -105,6 +109,7 @@ class Answer:
                 metrics.itl.observe(now - last)
             last = now
             text: list[str] = []
+            calls: list[CallDelta] = []
             taken = 0
             for token in tokens:
                 taken += 1
@@ -116,21 +121,26 @@ class Answer:
                     new += detokenizer.flush()
                 count = len(choice.token_ids) + taken
                 sent, stopped = stops.push(new, armed=count >= parsed.min_tokens)
-                text.append(sent)
-                if stopped:
+                said, called = parser.push(sent)
+                text.append(said)
+                calls += called
+                if stopped or parser.done:
                     reason = "stop"
                     choice.flow.finished_by_router()
                     break
             if reason is not None:
-                text.append(stops.flush())
+                said, called = parser.push(stops.flush(), last=True)
+                text.append(said)
+                calls += called
             fresh = tokens[:taken]
             metrics.output_tokens.inc(len(fresh))
             choice.token_ids += fresh
             choice.parts.append("".join(text))
+            choice.calls += calls
             choice.finish_reason = reason
             if reason is not None:
                 await choice.flow.close()  # after a stop string the worker does not know yet that it is over
-            self._pieces.put_nowait(Piece(choice.index, choice.parts[-1], fresh, reason))
+            self._pieces.put_nowait(Piece(choice.index, choice.parts[-1], fresh, reason, calls))
 
     async def close(self) -> None:
         """Safe to call at any time; after it no worker holds anything for this request."""
@@ -145,7 +155,13 @@ class Answer:
 
     def outputs(self) -> list[Output]:
         return [
-            Output(choice.index, "".join(choice.parts), choice.token_ids, choice.finish_reason or "length")
+            Output(
+                choice.index,
+                "".join(choice.parts),
+                choice.token_ids,
+                choice.finish_reason or "length",
+                choice.calls,
+            )
             for choice in self.choices
         ]
 

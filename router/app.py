@@ -185,7 +185,7 @@ async def _stream(
 def _chunk(reply: Reply, piece: Piece | None) -> bytes:
     if piece is None:
         return KEEPALIVE
-    return reply.delta(piece.index, piece.text, piece.token_ids, piece.finish_reason)
+    return reply.delta(piece.index, piece.text, piece.token_ids, piece.finish_reason, piece.calls)
 
 
 async def _write(service: RouterService, response: web.StreamResponse, out: list[bytes]) -> None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import replace
 
 from pagerelay.common.wire.messages import FinishReason
 from pagerelay.router.sse import DONE, event, json_body
+from pagerelay.router.tool_calls import CallDelta
 from pagerelay.router.validate import Kind, ParsedRequest
 
 
@@ -53,6 +56,8 @@ class Output(Struct, frozen=True):
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
+    calls: Sequence[CallDelta] = ()
+    """All pieces of its calls of functions."""
 
 
 class Reply(ABC):
@@ -72,9 +77,15 @@ class Reply(ABC):
 
     @abstractmethod
     def delta(
-        self, index: int, text: str, token_ids: list[int], finish_reason: FinishReason | None = None
+        self,
+        index: int,
+        text: str,
+        token_ids: list[int],
+        finish_reason: FinishReason | None = None,
+        calls: Sequence[CallDelta] = (),
     ) -> bytes:
-        """New text and tokens of a choice; ``b""`` where the endpoint has nothing to say about them."""
+        """New text, tokens and pieces of calls of a choice; ``b""`` where the endpoint has nothing to say
+        about them."""
 
     @abstractmethod
     def end(self, usage: Usage, timings: Timings) -> bytes:
@@ -113,7 +124,12 @@ class GenerateReply(Reply):
     prefix = "gen-"
 
     def delta(
-        self, index: int, text: str, token_ids: list[int], finish_reason: FinishReason | None = None
+        self,
+        index: int,
+        text: str,
+        token_ids: list[int],
+        finish_reason: FinishReason | None = None,
+        calls: Sequence[CallDelta] = (),
     ) -> bytes:
         return event(_Generation(self.id, self.model, [_Generated(index, text, token_ids, finish_reason)]))
 
@@ -135,28 +151,46 @@ class _TextChoice(Struct, frozen=True):
     logprobs: None = None
 
 
+ChatFinish = FinishReason | Literal["tool_calls"]
+
+
+class _Function(Struct, frozen=True):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class _ToolCall(Struct, frozen=True):
+    function: _Function
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+    """In streams only."""
+
+
 class _Turn(Struct, frozen=True):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[_ToolCall] | UnsetType = UNSET
 
 
 class _ChatChoice(Struct, frozen=True):
     index: int
     message: _Turn
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinish | None
     logprobs: None = None
 
 
 class _ChatDelta(Struct, frozen=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[_ToolCall] | UnsetType = UNSET
 
 
 class _ChatChunkChoice(Struct, frozen=True):
     index: int
     delta: _ChatDelta
-    finish_reason: FinishReason | None = None
+    finish_reason: ChatFinish | None = None
     logprobs: None = None
 
 
@@ -194,7 +228,12 @@ class CompletionReply(_OpenAiReply):
     kind = chunk_kind = "text_completion"
 
     def delta(
-        self, index: int, text: str, token_ids: list[int], finish_reason: FinishReason | None = None
+        self,
+        index: int,
+        text: str,
+        token_ids: list[int],
+        finish_reason: FinishReason | None = None,
+        calls: Sequence[CallDelta] = (),
     ) -> bytes:
         if not text and finish_reason is None:
             return b""
@@ -205,24 +244,57 @@ class CompletionReply(_OpenAiReply):
 
 
 class ChatReply(_OpenAiReply):
+    """A choice that ends by itself after calls of functions has the finish reason ``tool_calls``."""
+
     prefix = "chatcmpl-"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
+
+    def __init__(self, model: str, include_usage: bool = False) -> None:
+        super().__init__(model, include_usage)
+        self._called: set[int] = set()
 
     def start(self, num_choices: int) -> bytes:
         first = _ChatDelta("assistant", "")
         return b"".join(self._chunk([_ChatChunkChoice(index, first)]) for index in range(num_choices))
 
     def delta(
-        self, index: int, text: str, token_ids: list[int], finish_reason: FinishReason | None = None
+        self,
+        index: int,
+        text: str,
+        token_ids: list[int],
+        finish_reason: FinishReason | None = None,
+        calls: Sequence[CallDelta] = (),
     ) -> bytes:
         chunk = self._chunk([_ChatChunkChoice(index, _ChatDelta(content=text))]) if text else b""
+        if calls:
+            self._called.add(index)
+            pieces = [_tool_call(call, call.index) for call in calls]
+            chunk += self._chunk([_ChatChunkChoice(index, _ChatDelta(tool_calls=pieces))])
         if finish_reason is not None:
-            chunk += self._chunk([_ChatChunkChoice(index, _ChatDelta(), finish_reason)])
+            reason = _chat_finish(finish_reason, index in self._called)
+            chunk += self._chunk([_ChatChunkChoice(index, _ChatDelta(), reason)])
         return chunk
 
     def _choice(self, output: Output) -> Struct:
-        return _ChatChoice(output.index, _Turn("assistant", output.text), output.finish_reason)
+        whole: dict[int, CallDelta] = {}
+        for piece in output.calls:
+            first = whole.setdefault(piece.index, piece)
+            if first is not piece:
+                whole[piece.index] = replace(first, arguments=first.arguments + piece.arguments)
+        calls = [_tool_call(call) for call in whole.values()]
+        turn = _Turn("assistant", output.text or (None if calls else ""), tool_calls=calls or UNSET)
+        return _ChatChoice(output.index, turn, _chat_finish(output.finish_reason, bool(calls)))
+
+
+def _tool_call(call: CallDelta, index: int | UnsetType = UNSET) -> _ToolCall:
+    if call.id is None or call.name is None:
+        return _ToolCall(_Function(call.arguments), index=index)
+    return _ToolCall(_Function(call.arguments, call.name), call.id, "function", index)
+
+
+def _chat_finish(reason: FinishReason, called: bool) -> ChatFinish:
+    return "tool_calls" if called and reason == "stop" else reason
 
 
 _REPLIES: dict[Kind, type[Reply]] = {

@@ -329,6 +329,8 @@ MEANT = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("field", sorted(MEANT))
 def test_refused_by_name(kind: Kind, field: str) -> None:
+    if kind == "chat" and field in ("add_generation_prompt", "continue_final_message"):
+        return  # a chat honours them, see test_tools
     error = refuse(kind, **{field: MEANT[field]})
     assert (error.code, error.param) == ("unsupported_parameter", field)
 
