@@ -9,15 +9,23 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
-from msgspec.structs import replace
 
 from pagerelay.common.wire.messages import FinishReason
+from pagerelay.router.logprobs import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    TokenScore,
+    Vocabulary,
+    chat_logprobs,
+    completion_logprobs,
+    token_scores,
+)
+from pagerelay.router.pieces import Piece
 from pagerelay.router.sse import DONE, event, json_body
-from pagerelay.router.tool_calls import CallDelta
+from pagerelay.router.tool_calls import CallDelta, whole_calls
 from pagerelay.router.validate import Kind, ParsedRequest
 
 
@@ -49,25 +57,19 @@ class Timings(Struct, frozen=True, kw_only=True):
     recoveries: int = 0
 
 
-class Output(Struct, frozen=True):
-    """One finished choice, whatever the endpoint."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    calls: Sequence[CallDelta] = ()
-    """All pieces of its calls of functions."""
-
-
 class Reply(ABC):
-    """Makes the answer of one request. ``index`` is a choice's number."""
+    """Makes the answer of one request."""
 
     prefix = ""
 
-    def __init__(self, model: str, include_usage: bool = False) -> None:
+    def __init__(
+        self, model: str, vocabulary: Vocabulary, include_usage: bool = False, logprobs: bool = False
+    ) -> None:
+        """``logprobs``: the request wants them of its tokens."""
         self.id = self.prefix + secrets.token_hex(12)
         self.model = model
+        self.vocabulary = vocabulary
+        self.logprobs = logprobs
         self.created = int(time.time())
         self.include_usage = include_usage
 
@@ -76,23 +78,15 @@ class Reply(ABC):
         return b""
 
     @abstractmethod
-    def delta(
-        self,
-        index: int,
-        text: str,
-        token_ids: list[int],
-        finish_reason: FinishReason | None = None,
-        calls: Sequence[CallDelta] = (),
-    ) -> bytes:
-        """New text, tokens and pieces of calls of a choice; ``b""`` where the endpoint has nothing to say
-        about them."""
+    def delta(self, piece: Piece) -> bytes:
+        """A new piece of a choice; ``b""`` where the endpoint has nothing to say about it."""
 
     @abstractmethod
     def end(self, usage: Usage, timings: Timings) -> bytes:
         """The end of a stream that went well."""
 
     @abstractmethod
-    def whole(self, outputs: list[Output], usage: Usage, timings: Timings) -> bytes:
+    def whole(self, outputs: list[Piece], usage: Usage, timings: Timings) -> bytes:
         """The body of an answer without streaming; outputs in the order of their index."""
 
 
@@ -104,6 +98,8 @@ class _Generated(Struct, frozen=True):
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None
+    logprobs: list[TokenScore] | UnsetType = UNSET
+    prompt_logprobs: list[TokenScore] | UnsetType = UNSET
 
 
 class _Generation(Struct, frozen=True):
@@ -114,8 +110,13 @@ class _Generation(Struct, frozen=True):
     timings: Timings | UnsetType = UNSET
 
 
+def _prompt_logprobs(piece: Piece, vocabulary: Vocabulary) -> list[TokenScore] | UnsetType:
+    return token_scores(piece.prompt_told, vocabulary) if piece.prompt_told else UNSET
+
+
 class GenerateReply(Reply):
-    """``{id, model, choices: [{index, text, token_ids, finish_reason}], usage, timings}``.
+    """``{id, model, choices: [{index, text, token_ids, finish_reason}], usage, timings}``; a choice may have
+    ``logprobs`` and ``prompt_logprobs``.
 
     A stream sends the same shape: text and ids are the new ones; usage and timings come in a last event of no
     choices.
@@ -123,21 +124,24 @@ class GenerateReply(Reply):
 
     prefix = "gen-"
 
-    def delta(
-        self,
-        index: int,
-        text: str,
-        token_ids: list[int],
-        finish_reason: FinishReason | None = None,
-        calls: Sequence[CallDelta] = (),
-    ) -> bytes:
-        return event(_Generation(self.id, self.model, [_Generated(index, text, token_ids, finish_reason)]))
+    def delta(self, piece: Piece) -> bytes:
+        return event(_Generation(self.id, self.model, [self._generated(piece)]))
+
+    def _generated(self, piece: Piece) -> _Generated:
+        return _Generated(
+            piece.index,
+            piece.text,
+            piece.token_ids,
+            piece.finish_reason,
+            token_scores(piece.told, self.vocabulary) if self.logprobs else UNSET,
+            _prompt_logprobs(piece, self.vocabulary),
+        )
 
     def end(self, usage: Usage, timings: Timings) -> bytes:
         return event(_Generation(self.id, self.model, [], usage, timings)) + DONE
 
-    def whole(self, outputs: list[Output], usage: Usage, timings: Timings) -> bytes:
-        choices = [_Generated(o.index, o.text, o.token_ids, o.finish_reason) for o in outputs]
+    def whole(self, outputs: list[Piece], usage: Usage, timings: Timings) -> bytes:
+        choices = [self._generated(output) for output in outputs]
         return json_body(_Generation(self.id, self.model, choices, usage, timings))
 
 
@@ -148,7 +152,8 @@ class _TextChoice(Struct, frozen=True):
     index: int
     text: str
     finish_reason: FinishReason | None
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: list[TokenScore] | UnsetType = UNSET
 
 
 ChatFinish = FinishReason | Literal["tool_calls"]
@@ -178,7 +183,8 @@ class _ChatChoice(Struct, frozen=True):
     index: int
     message: _Turn
     finish_reason: ChatFinish | None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
+    prompt_logprobs: list[TokenScore] | UnsetType = UNSET
 
 
 class _ChatDelta(Struct, frozen=True):
@@ -191,7 +197,7 @@ class _ChatChunkChoice(Struct, frozen=True):
     index: int
     delta: _ChatDelta
     finish_reason: ChatFinish | None = None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class _OpenAi(Struct, frozen=True):
@@ -214,12 +220,12 @@ class _OpenAiReply(Reply):
     def end(self, usage: Usage, timings: Timings) -> bytes:
         return self._chunk([], usage) + DONE if self.include_usage else DONE
 
-    def whole(self, outputs: list[Output], usage: Usage, timings: Timings) -> bytes:
+    def whole(self, outputs: list[Piece], usage: Usage, timings: Timings) -> bytes:
         choices = [self._choice(output) for output in outputs]
         return json_body(_OpenAi(self.id, self.kind, self.created, self.model, choices, usage))
 
     @abstractmethod
-    def _choice(self, output: Output) -> Struct:
+    def _choice(self, output: Piece) -> Struct:
         """A finished choice in the endpoint's shape."""
 
 
@@ -227,20 +233,19 @@ class CompletionReply(_OpenAiReply):
     prefix = "cmpl-"
     kind = chunk_kind = "text_completion"
 
-    def delta(
-        self,
-        index: int,
-        text: str,
-        token_ids: list[int],
-        finish_reason: FinishReason | None = None,
-        calls: Sequence[CallDelta] = (),
-    ) -> bytes:
-        if not text and finish_reason is None:
+    def delta(self, piece: Piece) -> bytes:
+        if not piece.text and not piece.told and piece.finish_reason is None:
             return b""
-        return self._chunk([_TextChoice(index, text, finish_reason)])
+        return self._chunk([self._choice(piece)])
 
-    def _choice(self, output: Output) -> Struct:
-        return _TextChoice(output.index, output.text, output.finish_reason)
+    def _choice(self, output: Piece) -> Struct:
+        return _TextChoice(
+            output.index,
+            output.text,
+            output.finish_reason,
+            completion_logprobs(output.told, self.vocabulary) if self.logprobs else None,
+            _prompt_logprobs(output, self.vocabulary),
+        )
 
 
 class ChatReply(_OpenAiReply):
@@ -250,41 +255,41 @@ class ChatReply(_OpenAiReply):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, model: str, include_usage: bool = False) -> None:
-        super().__init__(model, include_usage)
+    def __init__(self, *settings: Any, **named: Any) -> None:
+        super().__init__(*settings, **named)
         self._called: set[int] = set()
 
     def start(self, num_choices: int) -> bytes:
         first = _ChatDelta("assistant", "")
         return b"".join(self._chunk([_ChatChunkChoice(index, first)]) for index in range(num_choices))
 
-    def delta(
-        self,
-        index: int,
-        text: str,
-        token_ids: list[int],
-        finish_reason: FinishReason | None = None,
-        calls: Sequence[CallDelta] = (),
-    ) -> bytes:
-        chunk = self._chunk([_ChatChunkChoice(index, _ChatDelta(content=text))]) if text else b""
-        if calls:
+    def delta(self, piece: Piece) -> bytes:
+        chunk, index = b"", piece.index
+        if piece.text or piece.told:
+            delta = _ChatDelta(content=piece.text)
+            chunk = self._chunk([_ChatChunkChoice(index, delta, logprobs=self._logprobs(piece))])
+        if piece.calls:
             self._called.add(index)
-            pieces = [_tool_call(call, call.index) for call in calls]
-            chunk += self._chunk([_ChatChunkChoice(index, _ChatDelta(tool_calls=pieces))])
-        if finish_reason is not None:
-            reason = _chat_finish(finish_reason, index in self._called)
+            calls = [_tool_call(call, call.index) for call in piece.calls]
+            chunk += self._chunk([_ChatChunkChoice(index, _ChatDelta(tool_calls=calls))])
+        if piece.finish_reason is not None:
+            reason = _chat_finish(piece.finish_reason, index in self._called)
             chunk += self._chunk([_ChatChunkChoice(index, _ChatDelta(), reason)])
         return chunk
 
-    def _choice(self, output: Output) -> Struct:
-        whole: dict[int, CallDelta] = {}
-        for piece in output.calls:
-            first = whole.setdefault(piece.index, piece)
-            if first is not piece:
-                whole[piece.index] = replace(first, arguments=first.arguments + piece.arguments)
-        calls = [_tool_call(call) for call in whole.values()]
-        turn = _Turn("assistant", output.text or (None if calls else ""), tool_calls=calls or UNSET)
-        return _ChatChoice(output.index, turn, _chat_finish(output.finish_reason, bool(calls)))
+    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
+        return chat_logprobs(piece.told, self.vocabulary) if self.logprobs else None
+
+    def _choice(self, output: Piece) -> Struct:
+        calls = [_tool_call(call) for call in whole_calls(output.calls)]
+        content = None if calls and not output.text else output.text
+        return _ChatChoice(
+            output.index,
+            _Turn("assistant", content, tool_calls=calls or UNSET),
+            None if output.finish_reason is None else _chat_finish(output.finish_reason, bool(calls)),
+            self._logprobs(output),
+            _prompt_logprobs(output, self.vocabulary),
+        )
 
 
 def _tool_call(call: CallDelta, index: int | UnsetType = UNSET) -> _ToolCall:
@@ -304,9 +309,10 @@ _REPLIES: dict[Kind, type[Reply]] = {
 }
 
 
-def reply_for(parsed: ParsedRequest) -> Reply:
+def reply_for(parsed: ParsedRequest, vocabulary: Vocabulary) -> Reply:
     """A fresh reply of the endpoint's shape, with an id of its own."""
-    return _REPLIES[parsed.kind](parsed.model, parsed.include_usage)
+    wants_logprobs = parsed.logprobs is not None
+    return _REPLIES[parsed.kind](parsed.model, vocabulary, parsed.include_usage, wants_logprobs)
 
 
 def models_body(model: str, created: int, context_len: int) -> bytes:

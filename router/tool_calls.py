@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 ToolFamily = Literal["hermes", "llama3_json", "mistral", "forced"]
 Said = tuple[str, list["CallDelta"]]
@@ -49,6 +50,17 @@ class CallDelta(Struct, frozen=True):
     arguments: str = ""
     id: str | None = None
     name: str | None = None
+
+
+def whole_calls(deltas: Iterable[CallDelta]) -> list[CallDelta]:
+    """The calls that the pieces make."""
+    calls: list[CallDelta] = []
+    for delta in deltas:
+        if delta.name is not None:
+            calls.append(delta)
+        else:
+            calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + delta.arguments)
+    return calls
 
 
 class ToolRules(Struct, frozen=True):

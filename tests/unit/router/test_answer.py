@@ -37,6 +37,7 @@ class ScriptedFlow:
         self._messages = [ids[at : at + size] for at in range(0, len(ids), size)]
         self._reason = reason
         self.ended_by_router = False
+        self.journal = SimpleNamespace(logprobs=[], prompt=[1], prompt_scores=[])
 
     async def start(self) -> None:
         pass
@@ -98,12 +99,10 @@ def answer(tokenizer: Tokenizer, parsed: ParsedRequest, flow: ScriptedFlow) -> t
 
     async def run() -> tuple[Any, list[Any]]:
         whole = Answer(service, parsed, [[1]], [flow])  # type: ignore[list-item]
-        reply, events = reply_for(parsed), b""
+        reply, events = reply_for(parsed, tokenizer), b""
         async for piece in whole.pieces():
             if piece is not None:
-                events += reply.delta(
-                    piece.index, piece.text, piece.token_ids, piece.finish_reason, piece.calls
-                )
+                events += reply.delta(piece)
         await whole.close()
         body = reply.whole(whole.outputs(), whole.usage(), Timings())
         chunks = [json.loads(line[6:])["choices"][0] for line in events.decode().split("\n\n")[:-1]]

@@ -268,7 +268,7 @@ def test_rules_by_which_the_output_is_read(load: Load) -> None:
         ({"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"tools": "x"}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"enable_thinking": [1]}}, "chat_template_kwargs[...]"),
+        ({"chat_template_kwargs": {"enable_thinking": [1]}}, "chat_template_kwargs"),
         ({"continue_final_message": True}, "continue_final_message"),
         (
             {"continue_final_message": True, "add_generation_prompt": True, "messages": ROUND[:4]},
