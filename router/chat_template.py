@@ -254,7 +254,12 @@ class ChatTemplate:
         return "".join(pieces)
 
     def _find_abilities(self) -> ChatAbilities:
-        called: Message = {"role": "tool", "tool_call_id": _CALL["id"], "content": _MARKS[2]}
+        called: Message = {
+            "role": "tool",
+            "tool_call_id": _CALL["id"],
+            "name": _MARKS[3],
+            "content": _MARKS[2],
+        }
         parts = [{"type": "text", "text": _MARKS[0]}, {"type": "text", "text": _MARKS[1]}]
         chats: dict[str, list[Message]] = {
             "system": [{"role": "system", "content": parts}, _USER],
@@ -262,7 +267,7 @@ class ChatTemplate:
             "assistant": [_USER, {"role": "assistant", "content": parts}, _USER],
             "tool": [*_ASKED, {**called, "content": parts}],
         }
-        names = [[{**_USER, "name": _MARKS[3]}], [*_ASKED, {**called, "name": _MARKS[3]}]]
+        names = [[{**_USER, "name": _MARKS[3]}], [*_ASKED, called]]
         tree = self._environment.parse(self.source)
         names_set = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "store"}
         # A name that the template sets is its own, unless it sets it only where nobody else has.

@@ -96,7 +96,14 @@ def read_messages(messages: list[ChatMessage] | None, abilities: ChatAbilities) 
         raise missing("messages")
     if not messages:
         raise InvalidRequest("messages is an empty list; send at least one", param="messages")
-    return [_message(message, f"messages[{index}]", abilities) for index, message in enumerate(messages)]
+    turns = [_message(message, f"messages[{index}]", abilities) for index, message in enumerate(messages)]
+    if abilities.names:  # clients of OpenAI's API give the id of a call alone, some templates want its name
+        calls = [call for turn in turns for call in turn.get("tool_calls", ())]
+        names = {call["id"]: call["function"]["name"] for call in calls}
+        for turn in turns:
+            if "name" not in turn and turn.get("tool_call_id") in names:
+                turn["name"] = names[turn["tool_call_id"]]
+    return turns
 
 
 def _message(message: ChatMessage, where: str, abilities: ChatAbilities) -> Message:

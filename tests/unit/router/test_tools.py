@@ -215,6 +215,24 @@ def test_names_and_parts_go_where_the_template_writes_them() -> None:
     assert template.render(one.messages) == "user/:ab;"
 
 
+def test_results_of_tools_get_the_name_of_their_call() -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'tool' %}"
+        "{% if m.name is not defined %}{{ raise_exception('no') }}{% endif %}{{ m.name }}={{ m.content }};"
+        "{% elif m.tool_calls %}{% for c in m.tool_calls %}"
+        "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    template = ChatTemplate(source, {})
+    assert template.abilities.calls
+    allowed = Limits(
+        served_name="m", vocab_size=9, context_len=9, max_choices=1, abilities=template.abilities
+    )
+    other = {"role": "tool", "tool_call_id": "abc456789", "content": "x", "name": "mine"}
+    parsed = parse(allowed, messages=[*ROUND[:3], other])
+    assert template.render(parsed.messages).endswith('get_weather={"sky": "blue"};mine=x;')
+
+
 # ------------------------------------------------------------------------------------------------ requests
 
 
