@@ -309,10 +309,11 @@ async def test_chat_takes_text_in_parts(split: Cluster) -> None:
     for param, fields in refused.items():
         status, answer = await chat("x", **fields)
         assert (status, answer["error"]["param"]) == (400, param)
-    begun = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "The answer"}]
+    turns = {"system": "s", "user": "a", "assistant": "The answer"}
+    begun = [{"role": role, "content": said} for role, said in turns.items()]
     status, answer = await chat("", messages=begun, continue_final_message=True)
-    text = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nThe answer"
-    raw = await split.generate(text, 4, temperature=0)
+    text = "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in turns.items())
+    raw = await split.generate(text.removesuffix("<|im_end|>\n"), 4, temperature=0)
     assert status == 200
     assert answer["usage"] == raw["usage"]
     assert answer["choices"][0]["message"]["content"] == raw["choices"][0]["text"]
