@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from engines import (
     sent_to_router,
 )
 
+from pagerelay.common.kv.checksum import block_sum
 from pagerelay.common.wire.messages import (
     Commit,
     Failed,
@@ -690,3 +692,40 @@ def test_a_probe_is_told_the_tokens_from_the_one_that_is_due() -> None:
     submit(engine, "waiting")
     engine.probe("router", "waiting", 1, 0)
     assert sent_to_router(engine) == [], "there is nothing to say of it yet"
+
+
+def test_checksums_of_what_is_handed_over_are_made_while_the_lock_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = decode_engine(checksums=True)
+    running(engine, sampling=greedy(12))
+    engine.step()
+    engine.suspend("r", 1)
+    (suspended,) = [m for _, m in engine.take_outbox().to_router if isinstance(m, Suspended)]
+    free: list[bool] = []
+
+    def taken_by_another() -> None:
+        free.append(engine.lock.acquire(blocking=False))
+        if free[-1]:
+            engine.lock.release()
+
+    def watched(block: Any) -> int:
+        other = threading.Thread(target=taken_by_another)
+        other.start()
+        other.join()
+        return block_sum(block)
+
+    monkeypatch.setattr("pagerelay.decode_svc.engine.block_sum", watched)
+    handle = suspended.handle
+    question = Fetch(
+        lease=handle.lease,
+        incarnation=handle.incarnation,
+        from_block=0,
+        layout=engine.pool.layout,
+        ticket=handle.ticket,
+    )
+    engine.fetch(b"target", question, 0.0)
+    ready = engine.take_outbox().to_peer[0][1]
+    assert isinstance(ready, Ready)
+    assert ready.sums == [block_sum(engine.pool.blocks[block]) for block in ready.block_ids]
+    assert free == [True] * len(ready.block_ids)
