@@ -41,6 +41,7 @@ from pagerelay.common.wire.messages import (
     Preempted,
     Suspended,
     TokenDelta,
+    TokenLogprobs,
     Tokens,
 )
 
@@ -125,6 +126,7 @@ class DecodeEngine(LeasingEngine):
         num_bytes: int,
         handover_s: float,
         phases: HandoverPhases | None = None,
+        logprobs: TokenLogprobs | None = None,
     ) -> None:
         """All blocks are here and the lease is confirmed: the sequence runs from the next step on."""
         with self.lock:
@@ -137,6 +139,8 @@ class DecodeEngine(LeasingEngine):
             self.scheduler.num_elsewhere = len(self._fetching)
             seq.num_computed = seq.num_given
             self.scheduler.cache_full_blocks(seq)
+            if logprobs is not None:
+                seq.logprobs[seq.next_index] = logprobs
             first = self._delta(seq, first_token, seq.next_index)
             seq.token_ids.append(first_token)
             self.scheduler.add_running(seq)
@@ -198,7 +202,7 @@ class DecodeEngine(LeasingEngine):
     def _advanced(self, seq: Sequence) -> None:
         pass  # nobody else waits for blocks computed here
 
-    def _sampled(self, seq: Sequence, token: int, index: int) -> None:
+    def _sampled(self, seq: Sequence, token: int, index: int) -> bool:
         reason = seq.finish_reason(token, index, self.facts.eos_token_ids, self.max_model_len)
         if seq.num_computed == seq.num_given:
             # The prompt was computed here, this is its first token: there is no hand-over to tell of it.
@@ -218,6 +222,7 @@ class DecodeEngine(LeasingEngine):
             self._deltas.setdefault(seq.owner, []).append(self._delta(seq, token, index, reason))
         if reason is not None:
             self._end(seq, "FINISHED")
+        return reason is None
 
     def fetch(self, peer: bytes, message: Fetch, now: float) -> None:
         self._make_sums(message.lease)
@@ -280,7 +285,12 @@ class DecodeEngine(LeasingEngine):
     @staticmethod
     def _delta(seq: Sequence, token: int, index: int, reason: FinishReason | None = None) -> TokenDelta:
         return TokenDelta(
-            request_id=seq.request_id, attempt=seq.attempt, index=index, token=token, finish_reason=reason
+            request_id=seq.request_id,
+            attempt=seq.attempt,
+            index=index,
+            token=token,
+            finish_reason=reason,
+            logprobs=seq.logprobs.get(index),
         )
 
     def _short(self, seq: Sequence) -> bool:

@@ -33,6 +33,7 @@ from pagerelay.common.wire.messages import (
     Ready,
     Release,
     Released,
+    TokenLogprobs,
 )
 from pagerelay.common.wire.pools import PoolAddress
 from pagerelay.decode_svc.engine import Intake
@@ -61,6 +62,8 @@ class Fetched:
     """From the commit's arrival to the lease's confirmation: what the split adds after the prefill has
     ended."""
     phases: HandoverPhases
+    logprobs: TokenLogprobs | None
+    """Of the first token."""
 
 
 class BackendChoice:
@@ -184,7 +187,13 @@ async def fetch_prompt(
             confirm_s=confirmed_at - copied_at,
         )
         return Fetched(
-            commit.first_token, backend.name, moved, num_blocks, confirmed_at - committed_at, phases
+            commit.first_token,
+            backend.name,
+            moved,
+            num_blocks,
+            confirmed_at - committed_at,
+            phases,
+            commit.logprobs,
         )
     finally:
         link.close_lease(lease)

@@ -167,6 +167,7 @@ class DecodeWorker(Worker):
                 fetched.num_bytes,
                 fetched.handover_s,
                 structs.replace(fetched.phases, reserve_s=reserve_s),
+                fetched.logprobs,
             )
 
     async def _backend(self, handle: KvHandle, link: PeerLink) -> TransferBackend:

@@ -80,18 +80,24 @@ class PrefillEngine(LeasingEngine):
     def _advanced(self, seq: Sequence) -> None:
         self._announce(self._lease_of[seq.request_id])
 
-    def _sampled(self, seq: Sequence, token: int, index: int) -> None:
+    def _sampled(self, seq: Sequence, token: int, index: int) -> bool:
         reason = seq.finish_reason(token, index, self.facts.eos_token_ids, self.facts.max_model_len)
         self._tell_first(seq, token, index, reason)
         if reason is not None:
             self._end(seq, "RELEASED", "the first token ended the answer")
-            return
+            return False
         seq.machine.move("LEASED")
         self._complete_lease(self._lease_of[seq.request_id], token)
+        return False
 
     def _tell_first(self, seq: Sequence, token: int, index: int, reason: FinishReason | None) -> None:
         delta = TokenDelta(
-            request_id=seq.request_id, attempt=seq.attempt, index=index, token=token, finish_reason=reason
+            request_id=seq.request_id,
+            attempt=seq.attempt,
+            index=index,
+            token=token,
+            finish_reason=reason,
+            logprobs=seq.logprobs.get(index),
         )
         computed = seq.num_computed - seq.num_cached
         first = FirstToken(delta=delta, prefill_s=0.0, num_computed_tokens=computed)

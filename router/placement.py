@@ -18,6 +18,7 @@ from pagerelay.common.wire.messages import (
     SamplingParams,
     Suspend,
 )
+from pagerelay.router.journal import FlowSettings
 from pagerelay.router.links import WorkerLinks
 from pagerelay.router.policy import RoutingPolicy
 from pagerelay.router.registry import Bound, WorkerEntry
@@ -33,12 +34,14 @@ class Placement:
         links: WorkerLinks,
         policy: RoutingPolicy,
         clock: Callable[[], float],
+        settings: FlowSettings,
     ) -> None:
         self.source: WorkerEntry | None = None
         self.decoder: WorkerEntry | None = None
         self._request_id = request_id
         self._final_len = num_prompt_tokens + sampling.max_tokens
         self._clock = clock
+        self._rejoin_wait_s = settings.rejoin_wait_s
         self._arrived_at = clock()
         self._sampling = sampling
         self._flow = flow
@@ -97,12 +100,32 @@ class Placement:
         await self._links.send(entry, job)
         return entry
 
+    async def wait_for_decoder(self, num_tokens: int) -> bool:
+        """Could a decode worker take so many tokens? What is under way may wait a moment for one that comes
+        back; a new request is refused at once."""
+        deadline = self._clock() + self._rejoin_wait_s
+        while self.decoder_for(num_tokens) is None:
+            if self._clock() >= deadline:
+                return False
+            await asyncio.sleep(0.05)
+        return True
+
+    def shares_prefixes(self, worker_id: str) -> bool:
+        """Can this decode worker be given something new, and does it find the prompts that it has again?"""
+        entry = self._links.registry.by_id(worker_id)
+        return entry is not None and entry.hello.prefix_cache and self._links.registry.state(entry) == "ready"
+
     async def to_decoder(
-        self, attempt: int, token_ids: list[int], first_index: int, handle: KvHandle | None
+        self,
+        attempt: int,
+        token_ids: list[int],
+        first_index: int,
+        handle: KvHandle | None,
+        worker_id: str | None = None,
     ) -> WorkerEntry | None:
-        """Sends the tokens whose KV is to be fetched, or without a handle computed, to a decode worker;
-        ``None`` if there is none."""
-        entry = self._book(self.decoder_for(len(token_ids)))
+        """Sends the tokens whose KV is to be fetched, or without a handle computed, to a decode worker: to
+        this one, or by load; ``None`` if there is none."""
+        entry = self._book(worker_id or self.decoder_for(len(token_ids)))
         if entry is None:
             return None
         self.decoder = entry

@@ -18,6 +18,7 @@ from pagerelay.router.metrics import RouterMetrics
 from pagerelay.router.model_files import ModelFiles
 from pagerelay.router.policy import LeastLoad, RoutingPolicy
 from pagerelay.router.registry import WorkerRegistry
+from pagerelay.router.sharing import PromptShare
 from pagerelay.router.text import Tokenizer
 from pagerelay.router.validate import Limits, ParsedRequest, check_prompts, finalize
 
@@ -132,19 +133,26 @@ class RouterService:
     def flows(self, parsed: ParsedRequest, prompts: list[list[int]], context_len: int) -> list[RequestFlow]:
         """One flow a choice, in the order of their indexes."""
         request = secrets.token_hex(12)
-        made = []
+        bad_words = self.tokenizer.bad_words(parsed.bad_words)
+        made: list[RequestFlow] = []
+        share: PromptShare | None = None
         for index in range(parsed.num_choices):
-            prompt = prompts[index // parsed.n]
+            prompt = prompts[index // parsed.best_of]
+            leads = index % parsed.best_of == 0
+            if leads:
+                share = PromptShare() if parsed.best_of > 1 else None
             made.append(
                 RequestFlow(
                     request_id=f"{request}-{index}",
                     prompt=prompt,
-                    sampling=finalize(parsed, len(prompt), context_len, index),
+                    sampling=finalize(parsed, len(prompt), context_len, index, bad_words),
                     links=self.links,
                     policy=self.policy,
                     metrics=self.metrics,
                     settings=self._flow_settings,
                     clock=self.clock,
+                    share=share,
+                    leads=leads,
                 )
             )
         return made

@@ -236,7 +236,12 @@ class LeasingEngine(EngineCore):
             self._outbox.to_peer.append((lease.peer, news))
             lease.announced = ready
         if lease.first_token is not None:
-            commit = Commit(lease=lease.id, num_tokens=lease.handle.num_tokens, first_token=lease.first_token)
+            commit = Commit(
+                lease=lease.id,
+                num_tokens=lease.handle.num_tokens,
+                first_token=lease.first_token,
+                logprobs=lease.seq.logprobs.get(lease.seq.next_index - 1),
+            )
             self._outbox.to_peer.append((lease.peer, commit))
 
     def _num_final(self, lease: Lease) -> int:

@@ -331,6 +331,7 @@ class Worker(ABC):
             max_model_len=self.engine.max_model_len,
             transport=parts.backend.name,
             ops=parts.runner.ops.name,
+            prefix_cache=parts.limits.prefix_cache,
             pid=os.getpid(),
             host=socket.gethostname(),
         )

@@ -275,9 +275,10 @@ def watch_requests(faults: Faults) -> None:
             at(seq, machine.state)
         return seq
 
-    def watched_sampled(self: Any, seq: Any, token: int, index: int) -> None:
-        sampled(self, seq, token, index)
+    def watched_sampled(self: Any, seq: Any, token: int, index: int) -> bool:
+        goes_on = sampled(self, seq, token, index)
         at(seq, f"token:{index}")
+        return goes_on
 
     def watched_fetched(self: Any, seq: Any, *rest: Any, **more: Any) -> None:
         fetched(self, seq, *rest, **more)
@@ -292,9 +293,10 @@ def watch_requests(faults: Faults) -> None:
 
     first_sampled = prefill.PrefillEngine._sampled
 
-    def watched_first(self: Any, seq: Any, token: int, index: int) -> None:
-        first_sampled(self, seq, token, index)
+    def watched_first(self: Any, seq: Any, token: int, index: int) -> bool:
+        goes_on = first_sampled(self, seq, token, index)
         at(seq, f"token:{index}")
+        return goes_on
 
     check = Worker._check_ledger
 

@@ -160,7 +160,7 @@ class Driven:
         self.prompt, self.sampling = prompt, sampling
 
     def handle(self, num_tokens: int | None = None) -> KvHandle:
-        tokens = len(self.prompt) + len(self.flow.emitted) if num_tokens is None else num_tokens
+        tokens = len(self.prompt) + len(self.flow.journal.tokens) if num_tokens is None else num_tokens
         return handle_for(1, tokens, self.house.pool)
 
     def delta(
