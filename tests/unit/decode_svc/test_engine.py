@@ -729,3 +729,15 @@ def test_checksums_of_what_is_handed_over_are_made_while_the_lock_is_free(
     assert isinstance(ready, Ready)
     assert ready.sums == [block_sum(engine.pool.blocks[block]) for block in ready.block_ids]
     assert free == [True] * len(ready.block_ids)
+
+
+def test_the_end_of_an_answer_may_be_asked_for_when_it_was_lost() -> None:
+    engine = decode_engine()
+    running(engine, sampling=greedy(4))
+    sent = deltas([message for _, message in run_dry(engine).to_router])
+    assert [(delta.index, delta.finish_reason) for delta in sent] == [(1, None), (2, None), (3, "length")]
+    engine.probe("router", "r", 1, 2)
+    assert deltas(sent_to_router(engine)) == sent[1:]
+    engine.probe("router", "r", 2, 2)
+    (failed,) = sent_to_router(engine)
+    assert (failed.code, failed.attempt) == ("forgotten", 2)

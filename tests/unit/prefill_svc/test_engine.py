@@ -815,3 +815,13 @@ def test_the_oldest_goes_first_whichever_router_it_came_through() -> None:
     assert waiting == ["came back", "long here", "new"]
     for name in jobs:
         engine.abort(name, 1)
+
+
+def test_a_first_token_that_ended_the_answer_may_be_asked_for_when_it_was_lost() -> None:
+    engine = prefill_engine()
+    engine.submit("router", prefill_job("r", PROMPT, greedy(1)), 0.0)
+    sent = [message for _, message in run_dry(engine).to_router]
+    assert isinstance(sent[-1], FirstToken)
+    assert sent[-1].delta.finish_reason == "length"
+    engine.probe("router", "r", 1, 0)
+    assert sent_to_router(engine) == sent[-1:]
