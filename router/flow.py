@@ -60,7 +60,6 @@ class RequestFlow:
         self,
         *,
         request_id: str,
-        order: int,
         prompt: list[int],
         sampling: SamplingParams,
         links: WorkerLinks,
@@ -79,7 +78,7 @@ class RequestFlow:
         self.times = FlowTimes(metrics)
         self.transport: str | None = None
         self._links = links
-        self._place = Placement(request_id, order, sampling, self, links, policy)
+        self._place = Placement(request_id, len(prompt), sampling, self, links, policy, clock, settings)
         self._metrics = metrics
         self._settings = settings
         self._share, self._leads = share, leads
@@ -331,7 +330,7 @@ class RequestFlow:
         self.times.hands_off()
         first_index = len(tokens) - len(self.journal.prompt)
         if handle is not None:
-            await self._place.wait_for_decoder(self._settings.rejoin_wait_s, len(tokens))
+            await self._place.wait_for_decoder(len(tokens))
         entry = await self._place.to_decoder(self.attempt, tokens, first_index, handle, beside)
         if entry is None:
             self._fail_without_decoder()
@@ -342,7 +341,8 @@ class RequestFlow:
 
     def _fail_without_decoder(self) -> NoReturn:
         self._move("FAILED")
-        raise Unavailable("no decode worker is available", code="no_decode_worker", retry_after_s=1)
+        text = "no decode worker with room for the whole answer is available"
+        raise Unavailable(text, code="no_decode_worker", retry_after_s=1)
 
     async def _ask_to_suspend(self, worker_id: str) -> None:
         """If another decode worker could take it now; else it stays where it is."""
@@ -357,9 +357,7 @@ class RequestFlow:
             self._metrics.drop("Suspended", "repeated")
         elif handle.num_tokens > len(tokens):
             await self._probe()  # tokens before it were lost: both are said again
-        elif handle.num_tokens != len(tokens) or not await self._place.wait_for_decoder(
-            self._settings.rejoin_wait_s, len(tokens)
-        ):
+        elif handle.num_tokens != len(tokens) or not await self._place.wait_for_decoder(len(tokens)):
             await self._recover("handover_failed", "its decode worker drains, and none could take over")
         else:
             self._metrics.moved.inc()
@@ -371,7 +369,7 @@ class RequestFlow:
         """Everything anew with what the client has already; at most ``max_recoveries`` times."""
         if self._machine.ended:
             return
-        self._metrics.recoveries.labels(cause=cause).inc()
+        self._metrics.recovered(cause)
         log.warning(
             "%s recovers while %s, %d tokens in: %s (%s)",
             *(self.request_id, self.state.lower(), len(self.journal.tokens), message, cause),
@@ -389,7 +387,7 @@ class RequestFlow:
         self._move("RECOVERING")
         await self._place.release(self.attempt, abort=True)
         self.attempt += 1
-        await self._place.wait_for_decoder(self._settings.rejoin_wait_s, len(self.journal.all_tokens()))
+        await self._place.wait_for_decoder(len(self.journal.all_tokens()))
         await self._dispatch()
 
     def _move(self, state: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import secrets
 import time
@@ -40,6 +39,7 @@ class RouterService:
             clock=self.clock,
             heartbeat_s=config.router.heartbeat_s,
             dead_s=config.router.dead_after_s,
+            stuck_s=config.router.stuck_after_s,
             context_len=model.max_model_len,
         )
         self.metrics = RouterMetrics(self.registry)
@@ -53,7 +53,6 @@ class RouterService:
             max_recoveries=config.router.max_recoveries,
             probe_s=config.router.probe_s,
         )
-        self._orders = itertools.count(1)
         self._encoders = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -145,7 +144,6 @@ class RouterService:
             made.append(
                 RequestFlow(
                     request_id=f"{request}-{index}",
-                    order=next(self._orders),
                     prompt=prompt,
                     sampling=finalize(parsed, len(prompt), context_len, index, bad_words),
                     links=self.links,
