@@ -249,7 +249,8 @@ def serve(
     """Serves all prompts that way, in groups of ``sizes`` where they are batched.
 
     ``runner`` has the way's kernels; ``look(prompt, context length, logits)`` sees every row when it is
-    computed; ``ids`` are the answers, for a way that guesses them. Fails if a request does, or if blocks are lost.
+    computed; ``ids`` are the answers, for a way that guesses them. Fails if a request does, or if
+    blocks are lost.
     """
     record = Record()
     torch.set_num_threads(way.threads)
