@@ -22,7 +22,7 @@ def test_the_questions_depend_on_the_seed_alone() -> None:
 async def test_a_small_run_asks_both_the_same(
     tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(speculation, "SENTENCES", tuple("ab cd ef gh ij kl".split()))
+    monkeypatch.setattr(speculation, "SENTENCES", ("ab", "cd", "ef", "gh", "ij", "kl"))
     options = SpeculationOptions(
         model_path=str(tiny_dir), questions=2, clients=2, max_tokens=8, results=str(tmp_path)
     )
