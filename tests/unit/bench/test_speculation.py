@@ -19,6 +19,7 @@ def test_the_questions_depend_on_the_seed_alone() -> None:
     assert Sample(3.0, 2.0, 10, True).speedup == 1.5
 
 
+@pytest.mark.slow
 async def test_a_small_run_asks_both_the_same(
     tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,7 +88,7 @@ def ids_of(messages: list[Any], request_id: str = "r") -> list[int]:
 def test_right_guesses_come_in_one_message_and_save_steps() -> None:
     runner = FakeRunner()
     engine = engine_of(runner, Knowing())
-    engine.submit("router", decode_job("r", PROMPT, greedy(11)))
+    engine.submit("router", decode_job("r", PROMPT, greedy(11)), 0.0)
     sent = [message for _, message in run_dry(engine).to_router]
     assert ids_of(sent) == answer(PROMPT, 11)
     assert [len(message.deltas) for message in sent if isinstance(message, Tokens)] == [5, 5]
@@ -99,7 +99,7 @@ def test_right_guesses_come_in_one_message_and_save_steps() -> None:
 
 def test_it_counts_what_it_guessed() -> None:
     engine = engine_of(FakeRunner(), Knowing(wrong=14))
-    engine.submit("router", decode_job("r", PROMPT, greedy(11)))
+    engine.submit("router", decode_job("r", PROMPT, greedy(11)), 0.0)
     engine.step()
     engine.step()  # 11 is known; 11, 12 and 13 are guessed rightly, 14 wrongly
     assert (engine.stats.sampled, engine.stats.drafted, engine.stats.accepted) == (4, 4, 3)
@@ -108,7 +108,7 @@ def test_it_counts_what_it_guessed() -> None:
 
 def test_wrong_guesses_give_their_blocks_back_when_the_step_is_over() -> None:
     engine = engine_of(FakeRunner(), Knowing(wrong=1))
-    engine.submit("router", decode_job("r", PROMPT, greedy(20)))
+    engine.submit("router", decode_job("r", PROMPT, greedy(20)), 0.0)
     for _ in range(12):
         engine.step()
         engine.check_ledger()
@@ -121,7 +121,7 @@ def test_a_guess_takes_no_block_that_somebody_may_need() -> None:
     runner = FakeRunner()
     engine = engine_of(runner, Knowing(), num_blocks=6, prefix_cache=False)
     for name in "ab":
-        engine.submit("router", decode_job(name, PROMPT[:7], greedy(6), order=ord(name)))
+        engine.submit("router", decode_job(name, PROMPT[:7], greedy(6), order=ord(name)), 0.0)
     engine.step()
     engine.take_outbox()
     assert engine.counts().free == 2
@@ -136,7 +136,7 @@ def test_guesses_stay_within_the_budget_and_the_rows() -> None:
         runner = FakeRunner()
         engine = engine_of(runner, Knowing(), num_blocks=64, **limits)
         for order in range(3):
-            engine.submit("router", decode_job(f"r{order}", [order + 1, 2, 3], greedy(8), order=order))
+            engine.submit("router", decode_job(f"r{order}", [order + 1, 2, 3], greedy(8), order=order), 0.0)
         sent = [message for _, message in run_dry(engine).to_router]
         assert max(runner.steps[3:]) == 4
         for order in range(3):
@@ -146,7 +146,7 @@ def test_guesses_stay_within_the_budget_and_the_rows() -> None:
 def test_an_end_within_right_guesses_is_the_end() -> None:
     expected = answer(PROMPT, 5)
     engine = engine_of(FakeRunner(), Knowing())
-    engine.submit("router", decode_job("r", PROMPT, greedy(20, stop_token_ids=(expected[3],))))
+    engine.submit("router", decode_job("r", PROMPT, greedy(20, stop_token_ids=(expected[3],))), 0.0)
     sent = [message for _, message in run_dry(engine).to_router]
     assert ids_of(sent) == expected[:4]
     assert deltas(sent)[-1].finish_reason == "stop"
@@ -157,10 +157,10 @@ def test_blocks_of_right_guesses_are_cached_and_those_of_wrong_ones_are_not() ->
     """The next turn of a chat finds the whole answer but its last token; its KV is that of the tokens."""
     for wrong in (1000, 3, 1):
         engine = engine_of(FakeRunner(), Knowing(wrong), num_blocks=32)
-        engine.submit("router", decode_job("r", PROMPT, greedy(11)))
+        engine.submit("router", decode_job("r", PROMPT, greedy(11)), 0.0)
         run_dry(engine)
         told = [*PROMPT, *answer(PROMPT, 11)]
-        engine.submit("router", decode_job("again", [*told, 3], greedy(4)))
+        engine.submit("router", decode_job("again", [*told, 3], greedy(4)), 0.0)
         sent = [message for _, message in run_dry(engine).to_router]
         assert ids_of(sent, "again") == answer([*told, 3], 4)
         (handed,) = (message for message in sent if isinstance(message, HandedOver))
@@ -171,7 +171,7 @@ def test_blocks_of_right_guesses_are_cached_and_those_of_wrong_ones_are_not() ->
 def test_the_youngest_makes_room_and_the_oldest_is_never_preempted() -> None:
     engine = engine_of(num_blocks=10, prefix_cache=False)
     for order in range(3):
-        engine.submit("router", decode_job(f"r{order}", [order + 1] * 8, greedy(24), order=order))
+        engine.submit("router", decode_job(f"r{order}", [order + 1] * 8, greedy(24), order=order), 0.0)
     sent = [message for _, message in run_dry(engine).to_router]
     preempted = [message.request_id for message in sent if isinstance(message, Preempted)]
     assert preempted == ["r2", "r1"]
@@ -184,7 +184,7 @@ def test_it_goes_on_elsewhere(wrong: int) -> None:
     """What is handed over is the KV of the tokens that are known, in just the blocks for it."""
     runner = HeldRunner()
     engine = engine_of(runner, Knowing(wrong))
-    engine.submit("router", decode_job("r", PROMPT, greedy(30)))
+    engine.submit("router", decode_job("r", PROMPT, greedy(30)), 0.0)
     runner.go_on.set()
     engine.step()
     with RunningStep(engine, runner):
@@ -207,7 +207,7 @@ def test_what_is_taken_back_or_fails_within_a_step_gives_all_blocks_back() -> No
     for fails in (False, True):
         runner = HeldRunner()
         engine = engine_of(runner, Knowing())
-        engine.submit("router", decode_job("r", PROMPT, greedy(30)))
+        engine.submit("router", decode_job("r", PROMPT, greedy(30)), 0.0)
         runner.go_on.set()
         engine.step()
         runner.error = RuntimeError("broken") if fails else None
@@ -251,7 +251,7 @@ def test_the_same_messages_as_without(
         engine = engine_of(speculation=speculation, num_blocks=num_blocks, prefix_cache=cached)
         for order, (prompt, params) in enumerate(requests):
             sampling = SamplingParams(**({"temperature": 0.0} | params))
-            engine.submit("router", decode_job(f"r{order}", prompt, sampling, order=order))
+            engine.submit("router", decode_job(f"r{order}", prompt, sampling, order=order), 0.0)
         sent = [message for _, message in run_dry(engine).to_router]
         preempted = {message.request_id for message in sent if isinstance(message, Preempted)}
         for order in range(len(requests)):
