@@ -39,6 +39,8 @@ from pagerelay.common.wire.sampling import named_tokens
 
 NUM_REMEMBERED = 4096
 """Requests and leases of the past that are remembered."""
+NUM_FINISHED = 256
+"""Answers of the past that are remembered with all their tokens."""
 
 
 def _nothing() -> None:
@@ -112,6 +114,8 @@ class EngineCore(ABC):
         self._past: OrderedDict[str, int] = OrderedDict()
         """Requests that have left or were taken back before they came, with their attempt: what is said of
         them again, or late, finds nobody."""
+        self._finished: OrderedDict[str, Sequence] = OrderedDict()
+        """Answers that ended here lately: the router may ask for their end, should it have been lost."""
         self.on_dropped: Callable[[str, str], None] = _ignored
         """``(kind, reason)`` of a message that is dropped; called with the lock held."""
         self.on_planned: Callable[[], None] = _nothing
@@ -275,7 +279,7 @@ class EngineCore(ABC):
     def probe(self, owner: str, request_id: str, attempt: int, next_index: int) -> None:
         """Says again what a router may have missed, or that the request is not here."""
         with self.lock:
-            seq = self._by_request.get(request_id)
+            seq = self._by_request.get(request_id) or self._finished.get(request_id)
             if seq is not None and seq.attempt == attempt:
                 self._repeat(seq, next_index)
             else:
@@ -333,6 +337,11 @@ class EngineCore(ABC):
         """It is nobody's any more; what is said of it from now on is late."""
         del self._by_request[seq.request_id]
         self._remember(seq.request_id, seq.attempt)
+
+    def _keep_answer(self, seq: Sequence) -> None:
+        self._finished[seq.request_id] = seq
+        if len(self._finished) > NUM_FINISHED:
+            self._finished.popitem(last=False)
 
     def _remember(self, request_id: str, attempt: int) -> None:
         self._past[request_id] = attempt
