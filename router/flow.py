@@ -26,6 +26,7 @@ from typing import NoReturn
 from pagerelay.common.errors import ApiError, DeadlineExceeded, InvalidRequest, Unavailable, WorkerLost
 from pagerelay.common.states import ROUTER, Machine
 from pagerelay.common.wire.messages import (
+    Beams,
     Failed,
     FinishReason,
     FirstToken,
@@ -240,7 +241,7 @@ class RequestFlow:
                 self.times.queued(event)
                 # One token is all that is wanted: it comes from P, and no decode worker is troubled.
                 tokens = self.journal.all_tokens()[: event.handle.num_tokens]
-                if self.journal.sampling.max_tokens > len(tokens) - len(self.journal.prompt) + 1:
+                if not self.journal.ends_with_next(len(tokens) - len(self.journal.prompt)):
                     await self._hand_off(event.handle, tokens)
             case FirstToken():
                 if not self._place.first_token_due():
@@ -260,6 +261,8 @@ class RequestFlow:
                 return (
                     await self._accept(event.first) if event.first.index >= len(self.journal.tokens) else []
                 )
+            case Beams():
+                self._metrics.drop("Beams", "refused")  # a flow of one answer
             case PromptScores():
                 if not self.journal.add_scores(event):
                     await self._recover("prompt_scores_lost", "a part of the prompt's scores was lost")
@@ -307,7 +310,7 @@ class RequestFlow:
         too."""
         self._started = False
         tokens = self.journal.all_tokens()
-        single = self.journal.sampling.max_tokens <= len(self.journal.tokens) + 1
+        single = self.journal.ends_with_next(len(self.journal.tokens))
         if not single and self._place.decoder_for(len(tokens)) is None:
             self._fail_without_decoder()
         if await self._place.to_prefill(self.attempt, tokens, len(self.journal.tokens)) is None:
