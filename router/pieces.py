@@ -35,3 +35,5 @@ class Piece:
     finish_reason: FinishReason | None
     told: list[Told] = field(default_factory=list)
     prompt_told: list[Told] = field(default_factory=list)
+    score: float | None = None
+    """What a beam search says that it is worth."""

@@ -13,6 +13,7 @@ from pagerelay.common.config import Config
 from pagerelay.common.errors import ApiError, Overloaded, Unavailable
 from pagerelay.common.hashing import model_digest
 from pagerelay.common.wire.auth import CurveKeys
+from pagerelay.router.beam_flow import BeamFlow
 from pagerelay.router.flow import FlowSettings, RequestFlow
 from pagerelay.router.links import WorkerLinks
 from pagerelay.router.metrics import RouterMetrics
@@ -134,11 +135,12 @@ class RouterService:
         """One flow a choice, in the order of their indexes."""
         request = secrets.token_hex(12)
         bad_words = self.tokenizer.bad_words(parsed.bad_words)
-        made = []
+        made: list[RequestFlow] = []
+        kind = BeamFlow if parsed.beam_width else RequestFlow
         for index in range(parsed.num_choices):
             prompt = prompts[index // parsed.best_of]
             made.append(
-                RequestFlow(
+                kind(
                     request_id=f"{request}-{index}",
                     order=next(self._orders),
                     prompt=prompt,
