@@ -41,6 +41,9 @@ def beam_width(request: Common, n: int) -> int:
         raise InvalidRequest(f"n is {n}, but a search by {width} beams finds no more answers", param="n")
     for field, neutral in _NEUTRAL.items():
         value = getattr(request, field)
-        if value is not None and value != neutral:
+        # 0 is not false: of logprobs it wants some.
+        if value is not None and (
+            value != neutral or isinstance(value, bool) is not isinstance(neutral, bool)
+        ):
             raise InvalidRequest(f"{field} cannot be had of a beam search; leave it out", param=field)
     return width
