@@ -15,6 +15,7 @@ from pagerelay.router.pieces import Piece, Told
 from pagerelay.router.replies import Timings, Usage
 from pagerelay.router.service import RouterService
 from pagerelay.router.stops import StopMatcher
+from pagerelay.router.tool_calls import CallDelta, ToolParser
 from pagerelay.router.validate import ParsedRequest
 
 
@@ -31,6 +32,7 @@ class Choice:
     prompt_told: list[Told] = field(default_factory=list)
     found: list[Piece] = field(default_factory=list)
     """What a beam search has found, the best first; the rest stays empty then."""
+    calls: list[CallDelta] = field(default_factory=list)
 
 
 class Answer:
@@ -93,7 +95,8 @@ class Answer:
     async def _read(self, choice: Choice) -> None:
         parsed, metrics, clock = self._parsed, self._service.metrics, self._service.clock
         tokenizer = self._service.tokenizer
-        detokenizer = tokenizer.detokenizer(parsed.skip_special_tokens)
+        parser = ToolParser(parsed.tool_rules)
+        detokenizer = tokenizer.detokenizer(parsed.skip_special_tokens, parser.marks)
         stops = StopMatcher(parsed.stop, parsed.include_stop_str_in_output)
         last: float | None = None
         offset = 0
@@ -108,6 +111,7 @@ class Answer:
                 metrics.itl.observe(now - last)
             text: list[str] = []
             told: list[Told] = []
+            calls: list[CallDelta] = []
             if last is None:
                 offset = self._tell_prompt(choice, text, told)
             last = now
@@ -129,13 +133,17 @@ class Answer:
                     new += detokenizer.flush()
                 count = len(choice.token_ids) + taken
                 sent, stopped = stops.push(new, armed=count >= parsed.min_tokens)
-                text.append(sent)
-                if stopped:
+                said, called = parser.push(sent)
+                text.append(said)
+                calls += called
+                if stopped or parser.done:
                     reason = "stop"
                     choice.flow.finished_by_router()
                     break
             if reason is not None:
-                text.append(stops.flush())
+                said, called = parser.push(stops.flush(), last=True)
+                text.append(said)
+                calls += called
             fresh = tokens[:taken]
             metrics.output_tokens.inc(len(fresh))
             choice.token_ids += fresh
@@ -144,7 +152,9 @@ class Answer:
             if reason is not None:
                 await choice.flow.close()  # after a stop string the worker does not know yet that it is over
             choice.told += told
-            self._pieces.put_nowait(Piece(choice.index, choice.parts[-1], fresh, reason, told))
+            choice.calls += calls
+            piece = Piece(choice.index, choice.parts[-1], fresh, reason, told, calls=calls)
+            self._pieces.put_nowait(piece)
 
     async def _read_beams(self, choice: Choice, flow: BeamFlow) -> None:
         """All at once, and no text before the last step."""
@@ -165,7 +175,9 @@ class Answer:
         if parsed.scores_prompt is None and not parsed.echo:
             return 0
         detokenizer = self._service.tokenizer.detokenizer(skip_special_tokens=False)
-        scores: list[TokenLogprobs | None] = [None, *choice.flow.journal.prompt_scores]
+        # Only one answer to the prompt has asked for its scores; the others begin later.
+        leader = self.choices[choice.index - choice.index % parsed.best_of]
+        scores: list[TokenLogprobs | None] = [None, *leader.flow.journal.prompt_scores]
         offset, parts = 0, []
         of_prompt: list[Told] = []
         for token, logprobs in itertools.zip_longest(prompt, scores):
@@ -205,6 +217,7 @@ class Answer:
                 choice.finish_reason or "length",
                 choice.told,
                 choice.prompt_told,
+                calls=choice.calls,
             )
             for choice in self.choices
         ]

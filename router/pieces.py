@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pagerelay.common.wire.sampling import FinishReason, TokenLogprobs
+from pagerelay.router.tool_calls import CallDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +38,5 @@ class Piece:
     prompt_told: list[Told] = field(default_factory=list)
     score: float | None = None
     """What a beam search says that it is worth."""
+    calls: list[CallDelta] = field(default_factory=list)
+    """Pieces of calls of functions, which are no part of ``text``."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import secrets
 import time
@@ -20,7 +19,9 @@ from pagerelay.router.metrics import RouterMetrics
 from pagerelay.router.model_files import ModelFiles
 from pagerelay.router.policy import LeastLoad, RoutingPolicy
 from pagerelay.router.registry import WorkerRegistry
+from pagerelay.router.sharing import PromptShare
 from pagerelay.router.text import Tokenizer
+from pagerelay.router.tools import tool_family
 from pagerelay.router.validate import Limits, ParsedRequest, check_prompts, finalize
 
 log = logging.getLogger(__name__)
@@ -35,11 +36,13 @@ class RouterService:
         self.clock = time.monotonic
         self.started_at = time.time()
         self.tokenizer = Tokenizer.load(model.folder)
+        self._tool_family = tool_family(config.router.tool_parser, self.tokenizer.template)
         self.registry = WorkerRegistry(
             model_digest=model_digest(model.folder),
             clock=self.clock,
             heartbeat_s=config.router.heartbeat_s,
             dead_s=config.router.dead_after_s,
+            stuck_s=config.router.stuck_after_s,
             context_len=model.max_model_len,
         )
         self.metrics = RouterMetrics(self.registry)
@@ -53,7 +56,6 @@ class RouterService:
             max_recoveries=config.router.max_recoveries,
             probe_s=config.router.probe_s,
         )
-        self._orders = itertools.count(1)
         self._encoders = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -96,6 +98,8 @@ class RouterService:
             vocab_size=self.model.vocab_size,
             context_len=self.registry.context_len,
             max_choices=self.config.router.max_choices,
+            abilities=self.tokenizer.abilities,
+            tool_family=self._tool_family,
         )
 
     def check_open(self) -> None:
@@ -114,9 +118,10 @@ class RouterService:
         """Token ids of every prompt, made off the event loop and checked against the context."""
         loop = asyncio.get_running_loop()
         if parsed.kind == "chat":
+            chat, encode = parsed.chat, self.tokenizer.encode_chat
             ids = [
                 await loop.run_in_executor(
-                    self._encoders, self.tokenizer.encode_chat, parsed.messages, context_len
+                    self._encoders, encode, chat.messages, context_len, chat.variables, chat.continue_final
                 )
             ]
         else:
@@ -137,12 +142,15 @@ class RouterService:
         bad_words = self.tokenizer.bad_words(parsed.bad_words)
         made: list[RequestFlow] = []
         kind = BeamFlow if parsed.beam_width else RequestFlow
+        share: PromptShare | None = None
         for index in range(parsed.num_choices):
             prompt = prompts[index // parsed.best_of]
+            leads = index % parsed.best_of == 0
+            if leads:
+                share = PromptShare() if parsed.best_of > 1 else None
             made.append(
                 kind(
                     request_id=f"{request}-{index}",
-                    order=next(self._orders),
                     prompt=prompt,
                     sampling=finalize(parsed, len(prompt), context_len, index, bad_words),
                     links=self.links,
@@ -150,6 +158,8 @@ class RouterService:
                     metrics=self.metrics,
                     settings=self._flow_settings,
                     clock=self.clock,
+                    share=share,
+                    leads=leads,
                 )
             )
         return made

@@ -145,7 +145,7 @@ class Wide(FakeRunner):
 
 def found_alone(tokens: list[int], params: SamplingParams) -> list[Hypothesis]:
     engine = decode_engine(64, runner=Wide(), max_num_seqs=16)
-    engine.submit("r", decode_job("alone", tokens, params))
+    engine.submit("r", decode_job("alone", tokens, params), 0.0)
     [hypotheses] = found_by(run_dry(engine))
     assert_idle(engine)
     return hypotheses
@@ -162,7 +162,7 @@ def tokens_of(number: int, length: int) -> list[int]:
 
 def test_of_equals_the_likelier_beam_and_the_lower_token_go_first() -> None:
     engine = decode_engine(runner=FakeRunner())
-    engine.submit("r", decode_job("a", [5, 6, 7], beams(4, 2, ignore_eos=True)))
+    engine.submit("r", decode_job("a", [5, 6, 7], beams(4, 2, ignore_eos=True)), 0.0)
     [hypotheses] = found_by(run_dry(engine))
     likeliest = answer([5, 6, 7], 2)
     assert hypotheses[0].token_ids == likeliest
@@ -199,9 +199,9 @@ def test_the_prompt_is_shipped_and_held_once(width: int, length: int) -> None:
 
 def test_others_in_the_batch_are_not_disturbed() -> None:
     engine = decode_engine(64, max_num_seqs=12, runner=FakeRunner())
-    engine.submit("r", decode_job("plain", [1, 2, 3], greedy(20), order=1))
-    engine.submit("r", decode_job("beams", [1, 2, 3], beams(4, 15), order=2))
-    engine.submit("r", decode_job("after", [1, 2, 3, 4, 5], greedy(20), order=3))
+    engine.submit("r", decode_job("plain", [1, 2, 3], greedy(20), order=1), 0.0)
+    engine.submit("r", decode_job("beams", [1, 2, 3], beams(4, 15), order=2), 0.0)
+    engine.submit("r", decode_job("after", [1, 2, 3, 4, 5], greedy(20), order=3), 0.0)
     sent = run_dry(engine)
     for request_id, tokens in (("plain", [1, 2, 3]), ("after", [1, 2, 3, 4, 5])):
         deltas = [d for _, m in sent.to_router if isinstance(m, Tokens) for d in m.deltas]
@@ -238,8 +238,8 @@ def test_many_searches_with_too_little_memory_all_end(split: bool) -> None:
 def test_places_in_a_step_are_kept() -> None:
     engine = decode_engine(64, max_num_seqs=6, runner=Wide())
     for order in range(1, 6):
-        engine.submit("r", decode_job(f"r{order}", tokens_of(order, 4), beams(4, 9), order=order))
-    engine.submit("r", decode_job("plain", [1, 2], greedy(5), order=6))
+        engine.submit("r", decode_job(f"r{order}", tokens_of(order, 4), beams(4, 9), order=order), 0.0)
+    engine.submit("r", decode_job("plain", [1, 2], greedy(5), order=6), 0.0)
     while engine.step():
         assert engine.stats.num_seqs <= 6
         engine.check_ledger()
@@ -264,7 +264,7 @@ def test_all_blocks_come_back_whatever_ends_a_search(end: str) -> None:
     held = HeldRunner()
     held.go_on.set()
     engine = decode_engine(64, runner=held)
-    engine.submit("r", decode_job("a", tokens_of(1, 6), beams(4, 30, ignore_eos=True)))
+    engine.submit("r", decode_job("a", tokens_of(1, 6), beams(4, 30, ignore_eos=True)), 0.0)
     for _ in range(5):
         engine.step()
     held.error = RuntimeError("broken") if end == "fail" else None
@@ -284,8 +284,8 @@ def test_all_blocks_come_back_whatever_ends_a_search(end: str) -> None:
 
 def test_what_could_never_run_is_refused_with_figures() -> None:
     engine = decode_engine(8, max_num_seqs=4)
-    engine.submit("r", decode_job("wide", [1, 2], beams(5, 4)))
-    engine.submit("r", decode_job("long", [1, 2], beams(4, 24)))
+    engine.submit("r", decode_job("wide", [1, 2], beams(5, 4)), 0.0)
+    engine.submit("r", decode_job("long", [1, 2], beams(4, 24)), 0.0)
     sent = sent_to_router(engine)
     for request_id, needs in (("wide", "5 beams of up to 4 tokens"), ("long", "4 beams of up to 24 tokens")):
         [failed] = [m for m in sent if m.request_id == request_id]
@@ -297,7 +297,7 @@ def test_what_could_never_run_is_refused_with_figures() -> None:
 
 def test_a_search_is_not_handed_over_and_says_again_how_far_it_is() -> None:
     engine = decode_engine(64, runner=Wide())
-    engine.submit("r", decode_job("a", tokens_of(1, 6), beams(2, 6, ignore_eos=True)))
+    engine.submit("r", decode_job("a", tokens_of(1, 6), beams(2, 6, ignore_eos=True)), 0.0)
     for _ in range(4):
         engine.step()
     sent_to_router(engine)
