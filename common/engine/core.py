@@ -19,7 +19,6 @@ from pagerelay.common.engine.drafting import Drafting, Speculation
 from pagerelay.common.engine.scheduler import Scheduler
 from pagerelay.common.engine.sequence import Sequence
 from pagerelay.common.engine.wishes import Wish, answer, wish_of
-from pagerelay.common.errors import StartupError
 from pagerelay.common.hashing import PrefixHasher
 from pagerelay.common.kv.blocks import BlockPool, Holder, PrefixCache
 from pagerelay.common.kv.pool import KvPool
@@ -409,12 +408,3 @@ class EngineCore(ABC):
                 return False
             self.check_ledger()
             return True
-
-
-def check_fits(num_blocks: int, block_size: int) -> None:
-    """A pool too small for anything is refused at start."""
-    if num_blocks < 2:
-        raise StartupError(
-            f"the KV pool has {num_blocks} blocks of {block_size} tokens; "
-            "raise cache.kv_memory_mib or cache.num_blocks"
-        )
