@@ -135,7 +135,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, constants: Mapping[str, Any], seconds: float = RENDER_SECONDS) -> None:
         self._seconds = seconds
-        self._constants = {"tools": None, "documents": None, "add_generation_prompt": True, **constants}
+        self._constants = {"tools": None, "documents": None, **constants}
         self._environment = _Environment()
         try:
             self._template = self._environment.from_string(source)
@@ -162,10 +162,10 @@ class ChatTemplate:
             source = named.get("default")
         return cls(source, constants) if isinstance(source, str) else None
 
-    def render(self, messages: list[dict[str, str]]) -> str:
+    def render(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The prompt text. Raises :class:`InvalidRequest` with our own or the template's words."""
         try:
-            return self._render(messages)
+            return self._render(messages, add_generation_prompt)
         except _RefusedByTemplate as refusal:
             message = f"the model's chat template refuses these messages: {refusal}"
             raise InvalidRequest(message, param="messages") from refusal
@@ -176,12 +176,13 @@ class ChatTemplate:
             message = "the model's chat template cannot render these messages"
             raise InvalidRequest(message, param="messages") from error
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
+    def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         max_chars = BASE_CHARS + 4 * sum(len(message["content"]) for message in messages)
         now = self._environment.now
         now.deadline, now.max_chars = time.monotonic() + self._seconds, max_chars
         pieces, size = [], 0
-        for piece in self._template.generate(messages=messages, **self._constants):
+        values = {**self._constants, "add_generation_prompt": add_generation_prompt}
+        for piece in self._template.generate(messages=messages, **values):
             pieces.append(piece)
             size += len(piece)
             if size > max_chars:

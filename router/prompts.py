@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, cast
 
 from pagerelay.common.errors import InvalidRequest
 from pagerelay.router.schemas import ChatMessage, ContentPart, Prompt
 
 Message = dict[str, str]
 
-_ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _TOOL_ROLES: Final = ("tool", "function")
 
 
@@ -21,21 +21,21 @@ def read_prompts(prompt: Prompt | None, vocab_size: int) -> list[str | list[int]
         return [prompt]
     if not prompt:
         raise InvalidRequest("prompt is an empty list", param="prompt", code="empty_prompt")
-    texts = [item for item in prompt if isinstance(item, str)]
-    numbers = [item for item in prompt if isinstance(item, int)]
-    lists = [item for item in prompt if isinstance(item, list)]
-    if len(numbers) == len(prompt):
-        _check_ids(numbers, vocab_size, "prompt")
-        return [numbers]
-    if len(texts) == len(prompt):
-        return list(texts)
-    if len(lists) != len(prompt):
+    kinds = set(map(type, prompt))
+    if len(kinds) > 1:
         raise InvalidRequest("prompt mixes texts, token ids and lists; use one of them", param="prompt")
+    if kinds == {int}:
+        numbers = cast(list[int], prompt)
+        check_ids(numbers, vocab_size, "prompt")
+        return [numbers]
+    if kinds == {str}:
+        return list(cast(list[str], prompt))
+    lists = cast(list[list[int]], prompt)
     for index, ids in enumerate(lists):
         if not ids:
             param = f"prompt[{index}]"
             raise InvalidRequest(f"{param} has no tokens", param=param, code="empty_prompt")
-        _check_ids(ids, vocab_size, f"prompt[{index}]")
+        check_ids(ids, vocab_size, f"prompt[{index}]")
     return list(lists)
 
 
@@ -51,9 +51,9 @@ def read_messages(messages: list[ChatMessage] | None) -> list[Message]:
 def _message(message: ChatMessage, where: str) -> Message:
     if message.role in _TOOL_ROLES:
         raise unsupported(f"{where}.role", "messages of tools are not supported")
-    role = _ROLES.get(message.role)
+    role = ROLES.get(message.role)
     if role is None:
-        known = ", ".join(_ROLES)
+        known = ", ".join(ROLES)
         raise InvalidRequest(f"{where}.role is unknown; known are {known}", param=f"{where}.role")
     for name in ("tool_calls", "function_call"):
         if getattr(message, name) not in (None, []):
@@ -74,8 +74,9 @@ def _text(part: ContentPart, where: str) -> str:
     return part.text
 
 
-def _check_ids(ids: list[int], vocab_size: int, param: str) -> None:
-    if max(ids) >= vocab_size:
+def check_ids(ids: list[int], vocab_size: int, param: str) -> None:
+    """Each inside the vocabulary, or :class:`InvalidRequest` that names the first that is not."""
+    if max(ids, default=0) >= vocab_size:
         position = next(at for at, token_id in enumerate(ids) if token_id >= vocab_size)
         raise outside_vocabulary(f"{param}[{position}]", ids[position], vocab_size)
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType
 
 from pagerelay.common.wire.messages import FinishReason
 from pagerelay.router.sse import DONE, event, json_body
 from pagerelay.router.validate import Kind, ParsedRequest
+
+C = TypeVar("C")
 
 
 class Usage(Struct, frozen=True):
@@ -160,12 +162,12 @@ class _ChatChunkChoice(Struct, frozen=True):
     logprobs: None = None
 
 
-class _OpenAi(Struct, frozen=True):
+class _OpenAi(Struct, Generic[C], frozen=True):
     id: str
     object: str
     created: int
     model: str
-    choices: list[Any]
+    choices: list[C]
     usage: Usage | UnsetType | None = UNSET
 
 
@@ -237,7 +239,19 @@ def reply_for(parsed: ParsedRequest) -> Reply:
     return _REPLIES[parsed.kind](parsed.model, parsed.include_usage)
 
 
-def models_body(model: str, created: int, context_len: int) -> bytes:
+class Model(Struct, frozen=True):
+    id: str
+    created: int
+    max_model_len: int
+    object: Literal["model"] = "model"
+    owned_by: str = "pagerelay"
+
+
+class Models(Struct, frozen=True):
+    data: list[Model]
+    object: Literal["list"] = "list"
+
+
+def models_body(model: Model) -> bytes:
     """``GET /v1/models``"""
-    entry = {"id": model, "object": "model", "created": created, "owned_by": "pagerelay"}
-    return json_body({"object": "list", "data": [{**entry, "max_model_len": context_len}]})
+    return json_body(Models([model]))

@@ -110,7 +110,7 @@ def parse_request(kind: Kind, body: bytes, limits: Limits) -> ParsedRequest:
             request = decode_body(body, _chat)
     if log.isEnabledFor(logging.DEBUG):
         _log_unknown(body, request)
-    _check_model(request.model, kind, limits.served_name)
+    check_model(request.model, kind, limits.served_name)
     _refuse_unsupported(request, kind)
     prompts: list[str | list[int]] = []
     messages: list[Message] = []
@@ -206,7 +206,7 @@ def _or(value: V | None, default: V) -> V:
     return default if value is None else value
 
 
-def _check_model(model: str | None, kind: Kind, served_name: str) -> None:
+def check_model(model: str | None, kind: Kind, served_name: str) -> None:
     if model is None:
         if kind != "generate":
             raise missing("model")

@@ -123,14 +123,12 @@ async def test_openai_endpoints(split: Cluster) -> None:
     }
     status, answer, _ = await post(split, "/v1/chat/completions", chat)
     assert (status, answer["object"]) == (200, "chat.completion")
+    body = chat | {"stream": True, "stream_options": {"include_usage": True}}
     async with (
         aiohttp.ClientSession() as session,
-        session.post(
-            split.url + "/v1/chat/completions",
-            json=chat | {"stream": True, "stream_options": {"include_usage": True}},
-        ) as response,
+        session.post(split.url + "/v1/chat/completions", json=body) as response,
     ):
-        events = [event async for event in sse(response)]
+        events = [event async for event in sse(response, body)]
     assert events[0]["choices"][0]["delta"]["role"] == "assistant"
     assert events[-1]["choices"] == []
     assert events[-1]["usage"] == answer["usage"]
