@@ -54,8 +54,9 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         limit = request.app[SERVICE].config.router.max_body_bytes
         return error_response(PayloadTooLarge(f"the body is larger than {limit} bytes"))
     except web.HTTPException as error:
-        found = NotFound(f"{request.method} {error.reason}: no such route", code="not_found")
-        found.status = error.status
+        found = NotFound(f"{request.method} {error.reason}: no such route")
+        if error.status != found.status:
+            found.status, found.code = error.status, "_".join(error.reason.lower().split())
         refusal = error_response(found)
         if "Allow" in error.headers:
             refusal.headers["Allow"] = error.headers["Allow"]

@@ -2,8 +2,8 @@
 decode requests and encode answers, and from what the running cluster allows (model, vocabulary, limits).
 
 What the structures cannot say is added by hand in :func:`_narrow`: fields that must be there, fields that
-only take neutral values, the shapes that ``prompt`` has. OpenAPI has no word for a stream of events: the
-``text/event-stream`` of an answer names the schema of its events under ``x-event``.
+only take neutral values, the shapes that ``prompt`` has. Of a stream it is the event that has a schema
+(``itemSchema``, hence OpenAPI 3.2); only an error or ``[DONE]`` is the last one.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ _ERRORS: Final[dict[int, str]] = {
 
 @lru_cache(4)
 def document(limits: Limits) -> dict[str, Any]:
-    """The OpenAPI 3.1 document. ``limits`` stand in it as bounds, so it is as strict as the server."""
+    """The OpenAPI 3.2 document. ``limits`` stand in it as bounds, so it is as strict as the server."""
     used = [kind for route in ROUTES for kind in (route.answer, route.request, route.event)]
     types = list(dict.fromkeys(kind for kind in used if kind is not None and not isinstance(kind, str)))
     refs, components = msgspec.json.schema_components([*types, Error], ref_template=_REF + "{name}")
@@ -127,7 +127,7 @@ def document(limits: Limits) -> dict[str, Any]:
     for route in ROUTES:
         paths.setdefault(route.path, {})[route.method] = _operation(route, ref_of)
     shown: dict[str, Any] = {
-        "openapi": "3.1.0",
+        "openapi": "3.2.0",
         "info": {"title": "pagerelay", "version": version("pagerelay")},
         "paths": paths,
         "components": {
@@ -165,13 +165,14 @@ def _content(route: Route, ref_of: dict[Any, Any]) -> dict[str, Any]:
         return {"text/plain": {"schema": {"type": "string"}}}
     content = _json({"type": "object"} if route.answer == "object" else ref_of[route.answer])
     if route.event is not None:
+        event = {"anyOf": [ref_of[route.event], ref_of[Error]]}
+        data = {"contentMediaType": "application/json", "contentSchema": event}
         content["text/event-stream"] = {
-            "schema": {
-                "type": "string",
-                "description": "data: EVENT, an empty line, and so on, at last data: [DONE], or an error as "
-                "the last event; lines that begin with a colon are keep-alive",
-            },
-            "x-event": {"anyOf": [ref_of[route.event], ref_of[Error]]},
+            "itemSchema": {
+                "type": "object",
+                "required": ["data"],
+                "properties": {"data": {"type": "string", "anyOf": [{"const": "[DONE]"}, data]}},
+            }
         }
     return content
 
@@ -187,7 +188,7 @@ def _narrow(components: dict[str, Any], limits: Limits) -> None:
     """Says what :mod:`validate` and :mod:`prompts` ask beyond types and bounds."""
     token_id = {"type": "integer", "minimum": 0, "maximum": limits.vocab_size - 1}
     ids = {"type": "array", "items": token_id, "minItems": 1}
-    text = {"type": "string"}
+    text = {"type": "string", "minLength": 1}
     own: dict[str, Any] = {
         "model": {"enum": [limits.served_name]},
         "prompt": {"anyOf": [text, {**ids, "items": text}, ids, {**ids, "items": ids}]},
@@ -211,16 +212,26 @@ def _narrow(components: dict[str, Any], limits: Limits) -> None:
     for name, needed in required.items():
         fields, components[name]["required"] = components[name]["properties"], needed
         for field in fields.keys() & own.keys():
-            schema = text if (name, field) == ("TokenizeRequest", "prompt") else own[field]
+            schema = {"type": "string"} if (name, field) == ("TokenizeRequest", "prompt") else own[field]
             fields[field] = schema if field in needed else {"anyOf": [schema, {"type": "null"}]}
         for field, neutral in schemas.NOT_YET.items() if "seed" in fields else ():
             if field == "add_special_tokens":
                 neutral = (name != "ChatRequest",)
             fields[field] = {"enum": [None, *neutral], "description": "other values are not supported"}
-    components["ChatMessage"]["required"] = ["role", "content"]
-    components["ChatMessage"]["properties"]["role"] = {"enum": list(ROLES)}
-    components["ContentPart"]["required"] = ["type", "text"]
-    components["ContentPart"]["properties"] |= {"type": {"enum": ["text"]}, "text": text}
+    for name in ("GenerateRequest", "CompletionRequest", "ChatRequest"):
+        components[name]["if"] = {
+            "required": ["stream_options"],
+            "properties": {"stream_options": {"type": "object"}},
+        }
+        components[name]["then"] = {"required": ["stream"], "properties": {"stream": {"const": True}}}
+    message, part = (components[name] for name in ("ChatMessage", "ContentPart"))
+    parts = {"type": "array", "items": {"$ref": _REF + "ContentPart"}, "minItems": 1}
+    message["required"], part["required"] = ["role", "content"], ["type", "text"]
+    message["properties"] |= {
+        "role": {"enum": list(ROLES)},
+        "content": {"anyOf": [{"type": "string"}, parts]},
+    }
+    part["properties"] |= {"type": {"enum": ["text"]}, "text": {"type": "string"}}
 
 
 _NAMES: Final = {
