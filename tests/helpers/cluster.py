@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import signal
@@ -125,6 +126,18 @@ class Cluster:
             assert response.status == 200, await response.text()
             async for event in sse(response, body):
                 yield event
+
+
+async def post(cluster: Cluster, path: str, body: Any, **options: Any) -> tuple[int, Any, Any]:
+    """(status, answer, headers); an answer in JSON is decoded."""
+    async with aiohttp.ClientSession() as session:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"} | options.pop("headers", {})
+        async with session.post(
+            cluster.url + path, data=io.BytesIO(data), headers=headers, **options
+        ) as response:
+            text = await response.text()
+            return response.status, json.loads(text) if text.startswith("{") else text, response.headers
 
 
 async def sse(response: aiohttp.ClientResponse, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:

@@ -86,7 +86,6 @@ class StrictStream:
         """The events that are complete with these bytes."""
         events = []
         *blocks, self._rest = (self._rest + data).split(b"\n\n")
-        assert not (self._rest and self._over), f"after the end: {self._rest!r}"
         for block in blocks:
             assert not self._over, f"after the end: {block!r}"
             if block.startswith(b":"):
@@ -103,6 +102,7 @@ class StrictStream:
             event = strict_json(line)
             self._check(event)
             events.append(event)
+        assert not (self._rest and self._over), f"after the end: {self._rest!r}"
         return events
 
     def close(self) -> None:

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 from typing import Any
 
 import aiohttp
 import pytest
-from cluster import Cluster, joined, sse
+from cluster import Cluster, joined, post, sse
 
 PROMPT = "The licence says that"
-
-
-async def post(cluster: Cluster, path: str, body: Any, **options: Any) -> tuple[int, Any, Any]:
-    async with aiohttp.ClientSession() as session:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"} | options.pop("headers", {})
-        async with session.post(
-            cluster.url + path, data=io.BytesIO(data), headers=headers, **options
-        ) as response:
-            text = await response.text()
-            return response.status, json.loads(text) if text.startswith("{") else text, response.headers
 
 
 async def test_generate_shape(split: Cluster) -> None:
