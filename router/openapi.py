@@ -26,10 +26,11 @@ from pagerelay.common.errors import (
     Unavailable,
     WorkerLost,
 )
+from pagerelay.common.wire.sampling import MAX_LOGPROBS
 from pagerelay.router import replies, schemas, tokenization
 from pagerelay.router.api_keys import OPEN
 from pagerelay.router.prompts import ROLES
-from pagerelay.router.validate import Limits
+from pagerelay.router.validate import Kind, Limits
 
 _REF: Final = "#/components/schemas/"
 
@@ -200,25 +201,33 @@ def _narrow(components: dict[str, Any], limits: Limits) -> None:
         },
         "tokens": {"type": "array", "items": token_id, "maxItems": limits.context_len},
         "stop_token_ids": {"type": "array", "items": token_id, "maxItems": 128},
+        "allowed_token_ids": {**ids, "maxItems": 16384},
         "n": {"type": "integer", "minimum": 1, "maximum": limits.max_choices},
     }
-    required = {
-        "GenerateRequest": ["prompt"],
-        "CompletionRequest": ["model", "prompt"],
-        "ChatRequest": ["model", "messages"],
-        "TokenizeRequest": [],
-        "DetokenizeRequest": ["tokens"],
+    number = {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS}
+    requests: dict[str, tuple[Kind | None, list[str]]] = {
+        "GenerateRequest": ("generate", ["prompt"]),
+        "CompletionRequest": ("completions", ["model", "prompt"]),
+        "ChatRequest": ("chat", ["model", "messages"]),
+        "TokenizeRequest": (None, []),
+        "DetokenizeRequest": (None, ["tokens"]),
     }
-    for name, needed in required.items():
+    for name, (kind, needed) in requests.items():
         fields, components[name]["required"] = components[name]["properties"], needed
         for field in fields.keys() & own.keys():
             schema = {"type": "string"} if (name, field) == ("TokenizeRequest", "prompt") else own[field]
             fields[field] = schema if field in needed else {"anyOf": [schema, {"type": "null"}]}
-        for field, neutral in schemas.NOT_YET.items() if "seed" in fields else ():
+        if kind is None:
+            continue
+        fields["logprobs"] = {"type": ["boolean", "null"]}
+        if kind != "chat":
+            fields["logprobs"] = {"anyOf": [number, {"enum": [False, None]}]}
+        fields["logit_bias"]["anyOf"][0]["propertyNames"] = {"pattern": "^(0|[1-9][0-9]{0,8})$"}
+        for field, neutral in schemas.NOT_YET.items():
             if field == "add_special_tokens":
-                neutral = (name != "ChatRequest",)
-            fields[field] = {"enum": [None, *neutral], "description": "other values are not supported"}
-    for name in ("GenerateRequest", "CompletionRequest", "ChatRequest"):
+                neutral = (kind != "chat",)
+            if schemas.HONOURED_BY.get(field) != kind:
+                fields[field] = {"enum": [None, *neutral], "description": "other values are not supported"}
         components[name]["if"] = {
             "required": ["stream_options"],
             "properties": {"stream_options": {"type": "object"}},
