@@ -27,7 +27,7 @@ from pagerelay.common.errors import (
     WorkerLost,
 )
 from pagerelay.common.wire.sampling import MAX_LOGPROBS
-from pagerelay.router import replies, schemas, tokenization
+from pagerelay.router import dialects, replies, schemas, tokenization
 from pagerelay.router.api_keys import OPEN
 from pagerelay.router.prompts import ROLES
 from pagerelay.router.validate import Kind, Limits
@@ -76,7 +76,7 @@ _CHUNK: Final = replies._OpenAi[replies._ChatChunkChoice]
 ROUTES: Final = (
     Route(
         "post", "/generate", "Continue prompts; pagerelay's own shape",
-        replies._Generation, schemas.GenerateRequest, replies._Generation, _GENERATES,
+        replies._Generation, dialects.AnyGenerateRequest, replies._Generation, _GENERATES,
     ),
     Route(
         "post", "/v1/completions", "Continue prompts; OpenAI's shape",
@@ -193,6 +193,9 @@ def _narrow(components: dict[str, Any], limits: Limits) -> None:
     own: dict[str, Any] = {
         "model": {"enum": [limits.served_name]},
         "prompt": {"anyOf": [text, {**ids, "items": text}, ids, {**ids, "items": ids}]},
+        "text": {"anyOf": [text, {**ids, "items": text}]},
+        "input_ids": {"anyOf": [ids, {**ids, "items": ids}]},
+        "inputs": text,
         "messages": {
             "type": "array",
             "items": {"$ref": _REF + "ChatMessage"},
@@ -206,7 +209,8 @@ def _narrow(components: dict[str, Any], limits: Limits) -> None:
     }
     number = {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS}
     requests: dict[str, tuple[Kind | None, list[str]]] = {
-        "GenerateRequest": ("generate", ["prompt"]),
+        "AnyGenerateRequest": ("generate", []),
+        "Nested": ("generate", []),
         "CompletionRequest": ("completions", ["model", "prompt"]),
         "ChatRequest": ("chat", ["model", "messages"]),
         "TokenizeRequest": (None, []),
@@ -224,15 +228,24 @@ def _narrow(components: dict[str, Any], limits: Limits) -> None:
             fields["logprobs"] = {"anyOf": [number, {"enum": [False, None]}]}
         fields["logit_bias"]["anyOf"][0]["propertyNames"] = {"pattern": "^(0|[1-9][0-9]{0,8})$"}
         for field, neutral in schemas.NOT_YET.items():
-            if field == "add_special_tokens":
-                neutral = (kind != "chat",)
             if schemas.HONOURED_BY.get(field) != kind:
                 fields[field] = {"enum": [None, *neutral], "description": "other values are not supported"}
+        for field in fields.keys() & dialects.NEUTRAL.keys():
+            fields[field] = {"enum": [None, *dialects.NEUTRAL[field]]}
         components[name]["if"] = {
             "required": ["stream_options"],
             "properties": {"stream_options": {"type": "object"}},
         }
         components[name]["then"] = {"required": ["stream"], "properties": {"stream": {"const": True}}}
+    components["ChatRequest"]["properties"]["add_special_tokens"] = {"enum": [False, None]}
+    prompts = ["prompt", "text", "input_ids", "inputs"]
+    components["AnyGenerateRequest"]["oneOf"] = [
+        {
+            "required": [one],
+            "properties": {field: own[one] if field == one else {"type": "null"} for field in prompts},
+        }
+        for one in prompts
+    ]
     message, part = (components[name] for name in ("ChatMessage", "ContentPart"))
     parts = {"type": "array", "items": {"$ref": _REF + "ContentPart"}, "minItems": 1}
     message["required"], part["required"] = ["role", "content"], ["type", "text"]
@@ -244,6 +257,8 @@ def _narrow(components: dict[str, Any], limits: Limits) -> None:
 
 
 _NAMES: Final = {
+    "AnyGenerateRequest": "GenerateRequest",
+    "Nested": "GenerateParameters",
     "_OpenAi__TextChoice_": "Completion",
     "_OpenAi__ChatChoice_": "ChatCompletion",
     "_OpenAi__ChatChunkChoice_": "ChatCompletionChunk",

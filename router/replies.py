@@ -64,13 +64,19 @@ class Reply(ABC):
     prefix = ""
 
     def __init__(
-        self, model: str, vocabulary: Vocabulary, include_usage: bool = False, logprobs: bool = False
+        self,
+        model: str,
+        vocabulary: Vocabulary,
+        include_usage: bool = False,
+        logprobs: bool = False,
+        token_ids: bool = False,
     ) -> None:
-        """``logprobs``: the request wants them of its tokens."""
+        """``logprobs``, ``token_ids``: the request wants them of its tokens."""
         self.id = self.prefix + secrets.token_hex(12)
         self.model = model
         self.vocabulary = vocabulary
         self.logprobs = logprobs
+        self.token_ids = token_ids
         self.created = int(time.time())
         self.include_usage = include_usage
 
@@ -155,6 +161,7 @@ class _TextChoice(Struct, frozen=True):
     finish_reason: FinishReason | None
     logprobs: CompletionLogprobs | None = None
     prompt_logprobs: list[TokenScore] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class _Turn(Struct, frozen=True):
@@ -169,6 +176,7 @@ class _ChatChoice(Struct, frozen=True):
     finish_reason: FinishReason | None
     logprobs: ChatLogprobs | None = None
     prompt_logprobs: list[TokenScore] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class _ChatDelta(Struct, frozen=True):
@@ -181,6 +189,7 @@ class _ChatChunkChoice(Struct, frozen=True):
     delta: _ChatDelta
     finish_reason: FinishReason | None = None
     logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class _OpenAi(Struct, Generic[C], frozen=True):
@@ -207,6 +216,9 @@ class _OpenAiReply(Reply):
         choices = [self._choice(output) for output in outputs]
         return json_body(_OpenAi(self.id, self.kind, self.created, self.model, choices, usage))
 
+    def _ids(self, piece: Piece) -> list[int] | UnsetType:
+        return piece.token_ids if self.token_ids else UNSET
+
     @abstractmethod
     def _choice(self, output: Piece) -> Struct:
         """A finished choice in the endpoint's shape."""
@@ -217,7 +229,7 @@ class CompletionReply(_OpenAiReply):
     kind = chunk_kind = "text_completion"
 
     def delta(self, piece: Piece) -> bytes:
-        if not piece.text and not piece.told and piece.finish_reason is None:
+        if not piece.text and not piece.told and piece.finish_reason is None and not self.token_ids:
             return b""
         return self._chunk([self._choice(piece)])
 
@@ -228,6 +240,7 @@ class CompletionReply(_OpenAiReply):
             output.finish_reason,
             completion_logprobs(output.told, self.vocabulary) if self.logprobs else None,
             _prompt_logprobs(output, self.vocabulary),
+            self._ids(output),
         )
 
 
@@ -242,9 +255,11 @@ class ChatReply(_OpenAiReply):
 
     def delta(self, piece: Piece) -> bytes:
         chunk, index = b"", piece.index
-        if piece.text or piece.told:
-            delta = _ChatDelta(content=piece.text)
-            chunk = self._chunk([_ChatChunkChoice(index, delta, logprobs=self._logprobs(piece))])
+        if piece.text or piece.told or self.token_ids:
+            delta, ids = _ChatDelta(content=piece.text), self._ids(piece)
+            chunk = self._chunk(
+                [_ChatChunkChoice(index, delta, logprobs=self._logprobs(piece), token_ids=ids)]
+            )
         if piece.finish_reason is not None:
             chunk += self._chunk([_ChatChunkChoice(index, _ChatDelta(), piece.finish_reason)])
         return chunk
@@ -259,6 +274,7 @@ class ChatReply(_OpenAiReply):
             output.finish_reason,
             self._logprobs(output),
             _prompt_logprobs(output, self.vocabulary),
+            self._ids(output),
         )
 
 
@@ -271,8 +287,13 @@ _REPLIES: dict[Kind, type[Reply]] = {
 
 def reply_for(parsed: ParsedRequest, vocabulary: Vocabulary) -> Reply:
     """A fresh reply of the endpoint's shape, with an id of its own."""
-    wants_logprobs = parsed.logprobs is not None
-    return _REPLIES[parsed.kind](parsed.model, vocabulary, parsed.include_usage, wants_logprobs)
+    return _REPLIES[parsed.kind](
+        parsed.model,
+        vocabulary,
+        parsed.include_usage,
+        logprobs=parsed.logprobs is not None,
+        token_ids=parsed.return_token_ids,
+    )
 
 
 class Model(Struct, frozen=True):

@@ -41,8 +41,12 @@ field                            what happens
                                  ``max_tokens: 0`` it is all there is
 ``best_of``                      completions, ``/generate``: honoured without streaming, at least ``n``: the
                                  ``n`` of so many answers with the largest mean log-probability
+``truncate_prompt_tokens``       honoured, ≥ 1: only so many of a prompt's last tokens count
+``add_special_tokens``           prompts: honoured, default true; chat: only false, its template adds them
+``return_token_ids``             honoured: choices have ``token_ids``, as those of ``/generate`` always have
 all others in :data:`NOT_YET`    refused by name (``unsupported_parameter``) unless null or neutral
 ``user``, unknown fields         ignored
+other servers' names             ``/generate``: see :mod:`dialects`
 ===============================  ===========================================================================
 """
 
@@ -101,6 +105,9 @@ class Common(Struct, frozen=True, kw_only=True):
     logprobs: NumLogprobs | bool | None = None
     prompt_logprobs: NumLogprobs | None = None
     best_of: Annotated[int, Meta(ge=1, le=INT32_MAX)] | None = None
+    truncate_prompt_tokens: Tokens | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
 
     # Understood, and refused with any other value than the neutral one of NOT_YET.
     length_penalty: Penalty | None = None
@@ -124,12 +131,9 @@ class Common(Struct, frozen=True, kw_only=True):
     modalities: Any = None
     audio: Any = None
     logits_processors: Any = None
-    truncate_prompt_tokens: Any = None
-    add_special_tokens: Any = None
     add_generation_prompt: Any = None
     continue_final_message: Any = None
     prompt_embeds: Any = None
-    return_token_ids: Any = None
     web_search_options: Any = None
     kv_transfer_params: Any = None
 
@@ -156,12 +160,9 @@ NOT_YET: Final[dict[str, tuple[Any, ...]]] = {
     "modalities": (["text"],),
     "audio": (),
     "logits_processors": ([],),
-    "truncate_prompt_tokens": (),
-    "add_special_tokens": (),  # neutral is what the endpoint does anyway: see validate
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "prompt_embeds": (),
-    "return_token_ids": (False,),
     "web_search_options": (),
     "kv_transfer_params": (),
 }

@@ -151,12 +151,15 @@ class RouterService:
                 await self.off_loop(size, partial(self.tokenizer.encode_chat, parsed.messages, context_len))
             ]
         else:
+            encode = partial(self.tokenizer.encode, add_special_tokens=parsed.add_special_tokens)
             ids = [
-                await self.off_loop(len(prompt), partial(self.tokenizer.encode, prompt, context_len))
+                await self.off_loop(len(prompt), partial(encode, prompt, context_len))
                 if isinstance(prompt, str)
                 else prompt
                 for prompt in parsed.prompts
             ]
+        if parsed.truncate_prompt_tokens is not None:
+            ids = [prompt[-parsed.truncate_prompt_tokens :] for prompt in ids]
         check_prompts(parsed, ids, context_len)
         return ids
 

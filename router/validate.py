@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from pagerelay.common.errors import ContextLengthExceeded, InvalidRequest, NotFound
 from pagerelay.common.wire.messages import SamplingParams
+from pagerelay.router.dialects import AnyGenerateRequest, fold
 from pagerelay.router.json_body import decode_body, object_keys
 from pagerelay.router.prompts import (
     Message,
@@ -47,7 +48,7 @@ DEFAULT_MAX_TOKENS: Final[dict[Kind, int | None]] = {"generate": 128, "completio
 GREEDY_BELOW: Final = 1e-5
 """Temperatures under this are greedy: dividing by them would leave nothing but the largest logit anyway."""
 
-_generate = msgspec.json.Decoder(GenerateRequest)
+_generate = msgspec.json.Decoder(AnyGenerateRequest)
 _completions = msgspec.json.Decoder(CompletionRequest)
 _chat = msgspec.json.Decoder(ChatRequest)
 
@@ -98,6 +99,9 @@ class ParsedRequest(Struct, frozen=True, kw_only=True):
     echo: bool
     best_of: int
     """Answers to a prompt, of which the best ``n`` are given."""
+    truncate_prompt_tokens: int | None
+    add_special_tokens: bool
+    return_token_ids: bool
 
     @property
     def num_prompts(self) -> int:
@@ -118,21 +122,25 @@ def parse_request(kind: Kind, body: bytes, limits: Limits) -> ParsedRequest:
     """Decodes and checks a body. Raises :class:`InvalidRequest`, or :class:`NotFound` for another model's
     name.
     """
+    known: Common
     request: GenerateRequest | CompletionRequest | ChatRequest
     match kind:
         case "generate":
-            request = decode_body(body, _generate)
+            known = decode_body(body, _generate)
+            request = fold(known)
         case "completions":
-            request = decode_body(body, _completions)
+            known = request = decode_body(body, _completions)
         case "chat":
-            request = decode_body(body, _chat)
+            known = request = decode_body(body, _chat)
     if log.isEnabledFor(logging.DEBUG):
-        _log_unknown(body, request)
+        _log_unknown(body, known)
     check_model(request.model, kind, limits.served_name)
     _refuse_unsupported(request, kind)
     prompts: list[str | list[int]] = []
     messages: list[Message] = []
     if isinstance(request, ChatRequest):
+        if request.add_special_tokens:
+            raise unsupported("add_special_tokens", "the chat template writes all special tokens itself")
         messages = read_messages(request.messages)
     else:
         prompts = read_prompts(request.prompt, limits.vocab_size)
@@ -183,6 +191,9 @@ def parse_request(kind: Kind, body: bytes, limits: Limits) -> ParsedRequest:
         prompt_logprobs=_prompt_logprobs(request),
         echo=isinstance(request, CompletionRequest) and request.echo is True,
         best_of=best_of,
+        truncate_prompt_tokens=request.truncate_prompt_tokens,
+        add_special_tokens=kind == "chat" or request.add_special_tokens is not False,
+        return_token_ids=request.return_token_ids is True,
     )
 
 
@@ -269,8 +280,6 @@ def _refuse_unsupported(request: Common, kind: Kind) -> None:
     for name, neutral in NOT_YET.items():
         value = getattr(request, name) if HONOURED_BY.get(name) != kind else None
         if value is None or any(_same(value, other) for other in neutral):
-            continue
-        if name == "add_special_tokens" and value is (kind != "chat"):
             continue
         raise unsupported(name, f"{name} is not supported with this value; leave it out")
 
