@@ -76,10 +76,7 @@ async def test_other_servers_requests(split: Cluster) -> None:
     for body in (
         {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "use_beam_search": False},
         {"text": PROMPT, "sampling_params": params},
-        {
-            "input_ids": (await post(split, "/tokenize", {"prompt": PROMPT}))[1]["tokens"],
-            "sampling_params": params,
-        },
+        {"input_ids": ids, "sampling_params": params},
         {"inputs": PROMPT, "parameters": {**params, "details": True, "do_sample": False}},
     ):
         status, answer, _ = await post(split, "/generate", body)
