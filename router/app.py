@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib import metadata
 
@@ -29,6 +30,8 @@ SERVICE = web.AppKey("service", RouterService)
 
 VERSION = metadata.version("pagerelay")
 BODY_TIMEOUT_S = 30.0
+SEND_BUFFER_BYTES = 64 * 1024
+"""What the kernel may hold of a stream: by itself it takes megabytes before a reader that stopped is seen."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -156,6 +159,8 @@ async def _stream(
     time; what goes wrong from here on is an event of its own, and then the stream closes."""
     response = web.StreamResponse(headers={**HEADERS, "X-Request-Id": reply.id})
     await response.prepare(request)
+    if request.transport is not None and (connection := request.transport.get_extra_info("socket")):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     out = [reply.start(len(answer.choices)), _chunk(reply, first)]
     ended: BaseException | None = None
     try:
@@ -170,12 +175,11 @@ async def _stream(
         ended = error
     except TimeoutError:
         ended = _too_long(service.config.router.request_timeout_s)
-    except ConnectionError as error:
+    except ConnectionError:
         # The client is gone or does not read; what is queued for it goes with its connection.
-        service.metrics.requests.labels(route=request.path, outcome=outcome(error)).inc()
         if request.transport is not None:
             request.transport.abort()
-        return response
+        raise
     except Exception:
         log.exception("a stream failed in an unforeseen way")
         ended = ApiError("the server failed; its log says why")

@@ -10,6 +10,13 @@ from openapi_run import LITTLE, run
 
 def test_a_sample_of_schemathesis(tiny_dir: Path) -> None:
     with running(tiny_dir, **LITTLE) as cluster:
-        code, said, answers = run(cluster.url, 30, 1, "fuzzing", "--max-examples", "6", "--workers", "4")
+        code, said, answers = run(
+            cluster.url,
+            10,
+            1,
+            "fuzzing",
+            *("--max-examples", "3", "--workers", "4", "--include-method", "POST"),
+        )
     assert code == 0, said
-    assert answers.total() > 30
+    assert any(" 200 " in line for line in answers)
+    assert any(" 400 " in line for line in answers)

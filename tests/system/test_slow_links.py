@@ -15,7 +15,7 @@ import pytest
 from cluster import Cluster, running
 from strict_sse import StrictStream, events
 
-NUM_STALLED = 6
+NUM_STALLED = 2
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,8 @@ def impatient(tiny_dir: Path) -> Iterator[Cluster]:
 
 async def stalled(cluster: Cluster, index: int) -> socket.socket:
     """A stream whose client takes its first bytes and no more, through the smallest buffer there is."""
-    body = {"prompt": [index + 9] * 20, "max_tokens": 3000, "ignore_eos": True, "stream": True, "n": 2}
+    body = {"prompt": [index + 9] * 20, "max_tokens": 2000, "stream": True}
+    body |= {"ignore_eos": True, "logprobs": 20}
     data = json.dumps(body).encode()
     host, port = cluster.url.removeprefix("http://").split(":")
     client = socket.socket()
@@ -79,7 +80,7 @@ async def test_a_wait_for_the_first_token_is_not_silent(impatient: Cluster) -> N
     await impatient.idle()
     body = {"prompt": "wait", "max_tokens": 3, "stream": True, "ignore_eos": True}
     checked = StrictStream("/generate", body)
-    for name in ("prefill", "decode"):
+    for name in ("prefill-1", "decode-1"):
         impatient.signal(name, signal.SIGSTOP)
     try:
         async with (
@@ -91,12 +92,12 @@ async def test_a_wait_for_the_first_token_is_not_silent(impatient: Cluster) -> N
             first = asyncio.ensure_future(anext(heard))
             while checked.num_comments < 2:
                 await asyncio.sleep(0.02)
-            for name in ("prefill", "decode"):
+            for name in ("prefill-1", "decode-1"):
                 impatient.signal(name, signal.SIGCONT)
             await first
             async for _ in heard:
                 pass
     finally:
-        for name in ("prefill", "decode"):
+        for name in ("prefill-1", "decode-1"):
             impatient.signal(name, signal.SIGCONT)
     assert len(checked.token_ids[0]) == 3
