@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final
 from msgspec import Meta
 
 from pagerelay.common.errors import InvalidRequest
-from pagerelay.router.prompts import unsupported
+from pagerelay.router.prompts import same, unsupported
 from pagerelay.router.schemas import (
     INT32_MAX,
     Common,
@@ -124,7 +124,8 @@ def fold(request: AnyGenerateRequest) -> GenerateRequest:
     ):
         for field in () if part is None else part.__struct_fields__:
             value, where = getattr(part, field), prefix + field
-            if value is not None and field in NEUTRAL and value not in NEUTRAL[field]:
+            neutral = NEUTRAL.get(field)
+            if value is not None and neutral is not None and not any(same(value, one) for one in neutral):
                 raise unsupported(where, f"{where} is not supported with this value; leave it out")
             if (name := SAME.get(field, field)) in _OURS:
                 say(name, value, where)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from pagerelay.common.errors import InvalidRequest
 from pagerelay.router.schemas import ChatMessage, ContentPart, Prompt
@@ -93,3 +93,8 @@ def outside_vocabulary(param: str, token_id: int, vocab_size: int) -> InvalidReq
     return InvalidRequest(
         f"{param}: token id {token_id} is outside the vocabulary of {vocab_size}", param=param
     )
+
+
+def same(value: Any, other: Any) -> bool:
+    """Equal and of one JSON type: 0 is not false, but 0 is 0.0."""
+    return isinstance(value, bool) is isinstance(other, bool) and bool(value == other)

@@ -27,6 +27,7 @@ from pagerelay.router.prompts import (
     outside_vocabulary,
     read_messages,
     read_prompts,
+    same,
     unsupported,
 )
 from pagerelay.router.schemas import (
@@ -279,7 +280,7 @@ def check_model(model: str | None, kind: Kind, served_name: str) -> None:
 def _refuse_unsupported(request: Common, kind: Kind) -> None:
     for name, neutral in NOT_YET.items():
         value = getattr(request, name) if HONOURED_BY.get(name) != kind else None
-        if value is None or any(_same(value, other) for other in neutral):
+        if value is None or any(same(value, other) for other in neutral):
             continue
         raise unsupported(name, f"{name} is not supported with this value; leave it out")
 
@@ -317,11 +318,6 @@ def _prompt_logprobs(request: Common) -> int | None:
         message = "prompt_logprobs cannot be streamed; on /v1/completions echo with logprobs can"
         raise InvalidRequest(message, param="prompt_logprobs")
     return request.prompt_logprobs
-
-
-def _same(value: Any, other: Any) -> bool:
-    """Equal and of one JSON type: 0 is not false, but 0 is 0.0."""
-    return isinstance(value, bool) is isinstance(other, bool) and bool(value == other)
 
 
 def _check_choices(n: int, num_prompts: int, max_choices: int) -> None:

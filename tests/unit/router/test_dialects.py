@@ -80,6 +80,7 @@ def test_the_same_twice_is_no_contradiction() -> None:
         ({"text": "a", "top_logprobs_num": 2}, "top_logprobs_num"),
         ({"text": "a", "image_data": "http://somewhere"}, "image_data"),
         ({"text": "a", "lora_path": "x"}, "lora_path"),
+        ({"text": "a", "return_hidden_states": 0}, "return_hidden_states"),
         ({"text": "a", "sampling_params": {"temperature": "hot"}}, "sampling_params.temperature"),
         ({"text": "a", "sampling_params": [{}]}, "sampling_params"),
         ({"text": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
