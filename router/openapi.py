@@ -101,6 +101,7 @@ ROUTES: Final = (
     Route("get", "/openapi.json", "This document"),
     Route("get", "/livez", "Does the process answer?", Status),
     Route("get", "/readyz", "Could a request be served?", Status, statuses=(503,)),
+    Route("get", "/health", "The same under another name", Status, statuses=(503,)),
     Route("get", "/metrics", "Prometheus metrics", "text/plain"),
     Route("get", "/cluster", "Workers as the router sees them"),
 )  # fmt: skip
@@ -152,7 +153,7 @@ def _operation(route: Route, ref_of: dict[Any, Any]) -> dict[str, Any]:
         statuses = (401, *statuses)
         made["security"] = [{"key": []}, {}]
     for status in sorted(statuses):
-        schema = ref_of[Error if route.path != "/readyz" else Status]
+        schema = ref_of[Status if route.answer is Status else Error]
         made["responses"][str(status)] = {"description": _ERRORS[status], "content": _json(schema)}
         if status == 429:
             made["responses"]["429"]["headers"] = {"Retry-After": {"schema": {"type": "integer"}}}
@@ -246,13 +247,24 @@ def _narrow(components: dict[str, Any], limits: Limits) -> None:
         }
         for one in prompts
     ]
+    variables = {"enum": sorted({"enable_thinking", *limits.abilities.variables})}
+    for name in ("ChatRequest", "TokenizeRequest"):
+        components[name]["properties"]["chat_template_kwargs"]["anyOf"][0]["propertyNames"] = variables
+    if limits.tool_family is None or not limits.abilities.tools:
+        components["ChatRequest"]["properties"]["tools"] = {"enum": [[], None]}
+        components["ChatRequest"]["properties"]["tool_choice"] = {"enum": ["none", "auto", None]}
+        components["TokenizeRequest"]["properties"]["tools"] = {"enum": [[], None]}
     message, part = (components[name] for name in ("ChatMessage", "ContentPart"))
-    parts = {"type": "array", "items": {"$ref": _REF + "ContentPart"}, "minItems": 1}
-    message["required"], part["required"] = ["role", "content"], ["type", "text"]
-    message["properties"] |= {
-        "role": {"enum": list(ROLES)},
-        "content": {"anyOf": [{"type": "string"}, parts]},
+    message["properties"] |= {"function_call": {"type": "null"}, "audio": {"type": "null"}}
+    message["properties"]["role"] = {
+        "enum": [role for role in ROLES if limits.abilities.calls or role != "tool"]
     }
+    if not limits.abilities.calls:
+        parts = {"type": "array", "items": {"$ref": _REF + "ContentPart"}, "minItems": 1}
+        message["required"] = ["role", "content"]
+        message["properties"]["content"] = {"anyOf": [{"type": "string"}, parts]}
+        message["properties"]["tool_calls"] = {"enum": [[], None]}
+    part["required"] = ["type", "text"]
     part["properties"] |= {"type": {"enum": ["text"]}, "text": {"type": "string"}}
 
 

@@ -16,6 +16,7 @@ from pagerelay.common.config import Config
 from pagerelay.common.errors import ApiError, Overloaded, Unavailable
 from pagerelay.common.hashing import model_digest
 from pagerelay.common.wire.auth import CurveKeys
+from pagerelay.router.chat_template import num_chars
 from pagerelay.router.flow import FlowSettings, RequestFlow
 from pagerelay.router.links import WorkerLinks
 from pagerelay.router.metrics import RouterMetrics
@@ -24,6 +25,7 @@ from pagerelay.router.policy import LeastLoad, RoutingPolicy
 from pagerelay.router.registry import WorkerRegistry
 from pagerelay.router.sharing import PromptShare
 from pagerelay.router.text import Tokenizer
+from pagerelay.router.tools import tool_family
 from pagerelay.router.validate import Kind, Limits, ParsedRequest, check_prompts, finalize, parse_request
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ class RouterService:
         self.clock = time.monotonic
         self.started_at = time.time()
         self.tokenizer = Tokenizer.load(model.folder)
+        self._tool_family = tool_family(config.router.tool_parser, self.tokenizer.template)
         self.registry = WorkerRegistry(
             model_digest=model_digest(model.folder),
             clock=self.clock,
@@ -106,6 +109,8 @@ class RouterService:
             vocab_size=self.model.vocab_size,
             context_len=self.registry.context_len,
             max_choices=self.config.router.max_choices,
+            abilities=self.tokenizer.abilities,
+            tool_family=self._tool_family,
         )
 
     @contextmanager
@@ -146,10 +151,12 @@ class RouterService:
     async def encode(self, parsed: ParsedRequest, context_len: int) -> list[list[int]]:
         """Token ids of every prompt, made off the event loop and checked against the context."""
         if parsed.kind == "chat":
-            size = sum(len(message["content"]) for message in parsed.messages)
-            ids = [
-                await self.off_loop(size, partial(self.tokenizer.encode_chat, parsed.messages, context_len))
-            ]
+            chat = parsed.chat
+            size = num_chars(chat.messages)
+            work = partial(
+                self.tokenizer.encode_chat, chat.messages, context_len, chat.variables, chat.continue_final
+            )
+            ids = [await self.off_loop(size, work)]
         else:
             encode = partial(self.tokenizer.encode, add_special_tokens=parsed.add_special_tokens)
             ids = [

@@ -14,10 +14,11 @@ from msgspec import Meta, Struct
 
 from pagerelay.common.errors import InvalidRequest
 from pagerelay.router.json_body import decode_body
-from pagerelay.router.prompts import check_ids, missing, read_messages, unsupported
-from pagerelay.router.schemas import MAX_MESSAGES, ChatMessage, TokenId
+from pagerelay.router.prompts import check_ids, missing, read_chat, unsupported
+from pagerelay.router.schemas import MAX_MESSAGES, MAX_TOOLS, ChatMessage, ChatRequest, TokenId, Tool
 from pagerelay.router.service import RouterService
 from pagerelay.router.sse import json_body
+from pagerelay.router.tools import read_tools
 from pagerelay.router.validate import check_context, check_model
 
 
@@ -31,6 +32,9 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
     """Those of the tokenizer's post-processor, default true; messages get those of their template alone."""
     add_generation_prompt: bool | None = None
     """Messages: whether the assistant's turn is begun, default true. Nothing to a prompt."""
+    continue_final_message: bool | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
     return_token_strs: bool | None = None
 
 
@@ -57,6 +61,16 @@ _tokenize = msgspec.json.Decoder(TokenizeRequest)
 _detokenize = msgspec.json.Decoder(DetokenizeRequest)
 
 
+def _as_chat(request: TokenizeRequest) -> ChatRequest:
+    return ChatRequest(
+        messages=request.messages,
+        tools=request.tools,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        chat_template_kwargs=request.chat_template_kwargs,
+    )
+
+
 async def tokenize(service: RouterService, body: bytes) -> bytes:
     limits = service.limits()
 
@@ -73,9 +87,11 @@ async def tokenize(service: RouterService, body: bytes) -> bytes:
                 raise InvalidRequest("prompt and messages exclude each other; send one", param="messages")
             if special:
                 raise unsupported("add_special_tokens", "messages get the special tokens of their template")
-            messages = read_messages(request.messages)
-            begun = request.add_generation_prompt is not False
-            ids = tokenizer.encode_chat(messages, limits.context_len, begun)
+            tools, _ = read_tools(_as_chat(request), limits.abilities, limits.tool_family)
+            chat = read_chat(_as_chat(request), limits.abilities, tools)
+            ids = tokenizer.encode_chat(
+                chat.messages, limits.context_len, chat.variables, chat.continue_final
+            )
         strings = tokenizer.token_strings(ids) if request.return_token_strs else None
         return json_body(Tokenized(len(ids), limits.context_len, ids, strings))
 
