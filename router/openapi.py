@@ -271,6 +271,8 @@ def _narrow(components: dict[str, Any], limits: Limits) -> None:
 _NAMES: Final = {
     "AnyGenerateRequest": "GenerateRequest",
     "Nested": "GenerateParameters",
+    "_ToolCall": "AnsweredToolCall",
+    "_Function": "AnsweredFunction",
     "_OpenAi__TextChoice_": "Completion",
     "_OpenAi__ChatChoice_": "ChatCompletion",
     "_OpenAi__ChatChunkChoice_": "ChatCompletionChunk",

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import jsonschema_rs
+import msgspec
 import pytest
 
 from pagerelay.common.config import Config
@@ -21,7 +22,7 @@ from pagerelay.common.errors import (
 )
 from pagerelay.router.app import make_app
 from pagerelay.router.metrics import RouterMetrics
-from pagerelay.router.openapi import ROUTES, document
+from pagerelay.router.openapi import ROUTES, Error, document
 from pagerelay.router.schemas import NOT_YET
 from pagerelay.router.validate import Kind, Limits, parse_request
 
@@ -91,6 +92,9 @@ def test_every_reference_leads_somewhere() -> None:
     text = json.dumps(shown)
     names = {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}
     assert names <= shown["components"]["schemas"].keys()
+    used = [kind for route in ROUTES for kind in (route.answer, route.request, route.event)]
+    structs = [kind for kind in used if kind is not None and not isinstance(kind, str)]
+    assert len(shown["components"]["schemas"]) == len(msgspec.json.schema_components([*structs, Error])[1])
     assert not any(name.startswith("_") for name in shown["components"]["schemas"])
     for name in shown["components"]["schemas"]:
         validator(name)
