@@ -75,6 +75,7 @@ class StrictStream:
         self._with_usage: bool | None = None
         self.texts: dict[int, str] = {}
         self.token_ids: dict[int, list[int]] = {}
+        self.calls: dict[int, list[Event]] = {}
         self.finish: dict[int, str] = {}
         self.usage: Event | None = None
         self.timings: Event | None = None
@@ -157,6 +158,8 @@ class StrictStream:
             delta = choice["delta"]
             assert ("role" in delta) == (index not in self.texts), f"role: {choice}"
             text = delta.get("content") or ""
+            for call in delta.get("tool_calls", ()):
+                self._add_call(index, call)
         else:
             text = choice["text"]
         self.texts[index] = self.texts.get(index, "") + text
@@ -165,11 +168,24 @@ class StrictStream:
         if choice["finish_reason"] is not None:
             self.finish[index] = choice["finish_reason"]
 
+    def _add_call(self, index: int, part: Event) -> None:
+        """A call begins with id, type and name; what follows adds to its arguments alone."""
+        calls = self.calls.setdefault(index, [])
+        begins = part["index"] == len(calls)
+        assert begins or part["index"] == len(calls) - 1, f"calls out of order: {part}"
+        assert begins == ("id" in part) == ("type" in part) == ("name" in part["function"]), part
+        if begins:
+            calls.append({"id": part["id"], "type": part["type"], "function": dict(part["function"])})
+        else:
+            calls[-1]["function"]["arguments"] += part["function"]["arguments"]
+
     def _finished(self) -> None:
         """What must have come before [DONE]."""
         assert self.texts, "[DONE] without anything before it"
         assert sorted(self.texts) == list(range(len(self.texts))), f"choices {sorted(self.texts)}"
         assert self.finish.keys() == self.texts.keys(), f"{self.finish} of {len(self.texts)} choices ended"
+        for index, reason in self.finish.items():
+            assert (reason == "tool_calls") == (index in self.calls), f"{reason} with {self.calls}"
         assert (self.usage is not None) is (self._kind == "Generation" or self._with_usage), "usage"
         if self._request is not None and (count := num_choices(self._request)) is not None:
             assert len(self.texts) == count, f"{len(self.texts)} choices of {count}"
@@ -181,6 +197,7 @@ class StrictStream:
             text = choice["message"]["content"] if "message" in choice else choice["text"]
             assert self.texts[index] == (text or "")
             assert self.finish[index] == choice["finish_reason"]
+            assert self.calls.get(index, []) == choice.get("message", {}).get("tool_calls", [])
             if choice.get("token_ids") is not None:
                 assert self.token_ids[index] == choice["token_ids"]
         assert len(whole["choices"]) == len(self.texts)

@@ -239,7 +239,9 @@ def test_shapes_satisfy_the_official_client() -> None:
     )
     chunks = stream(ChatReply("m", WORDS, include_usage=True))[:-1]
     for calls in CALLS:
-        chunks += read(ChatReply("m", WORDS).delta(Piece(0, "", [1], "stop", calls=calls)))
+        reply = ChatReply("m", WORDS)
+    called = reply.start(1) + reply.delta(Piece(0, "", [1], "stop", calls=calls)) + reply.end(USAGE, TIMINGS)
+    chunks += read(called)[:-1]
     for chunk in chunks:
         chat_types.ChatCompletionChunk.model_validate_json(json.dumps(chunk), strict=True)
 
