@@ -185,7 +185,7 @@ class StrictStream:
         assert sorted(self.texts) == list(range(len(self.texts))), f"choices {sorted(self.texts)}"
         assert self.finish.keys() == self.texts.keys(), f"{self.finish} of {len(self.texts)} choices ended"
         for index, reason in self.finish.items():
-            assert (reason == "tool_calls") == (index in self.calls), f"{reason} with {self.calls}"
+            assert reason == "length" or (reason == "tool_calls") == (index in self.calls), reason
         assert (self.usage is not None) is (self._kind == "Generation" or self._with_usage), "usage"
         if self._request is not None and (count := num_choices(self._request)) is not None:
             assert len(self.texts) == count, f"{len(self.texts)} choices of {count}"

@@ -238,9 +238,11 @@ def test_shapes_satisfy_the_official_client() -> None:
         ChatReply("m", WORDS).whole(called, USAGE, TIMINGS), strict=True
     )
     chunks = stream(ChatReply("m", WORDS, include_usage=True))[:-1]
+    reply = ChatReply("m", WORDS)
+    called = reply.start(1)
     for calls in CALLS:
-        reply = ChatReply("m", WORDS)
-    called = reply.start(1) + reply.delta(Piece(0, "", [1], "stop", calls=calls)) + reply.end(USAGE, TIMINGS)
+        called += reply.delta(Piece(0, "", [1], None, calls=calls))
+    called += reply.delta(Piece(0, "", [2], "stop")) + reply.end(USAGE, TIMINGS)
     chunks += read(called)[:-1]
     for chunk in chunks:
         chat_types.ChatCompletionChunk.model_validate_json(json.dumps(chunk), strict=True)
