@@ -167,7 +167,7 @@ BAD = [
     (b'{"prompt": "\\ud83d"}', 400, None),
     (b'{"prompt": "\xff"}', 400, None),
     (b'{"prompt": "a", "x": ' + b"[" * 20_000 + b"]" * 20_000 + b"}", 400, None),
-    (b'{"prompt": "a", "logprobs": 3}', 400, "logprobs"),
+    (b'{"prompt": "a", "logprobs": 21}', 400, "logprobs"),
     (b'{"prompt": "a", "stop": ""}', 400, "stop"),
     (b'{"prompt": "a", "stream_options": []}', 400, "stream_options"),
     (b'{"prompt": "a", "min_tokens": 9, "max_tokens": 5}', 400, "min_tokens"),
