@@ -1,9 +1,10 @@
 """Public faults of other servers as black-box tests; the number of a test is its row's.
 
-Rows of validation and streaming that stand elsewhere (u: unit/router): C03 test_api (stops), u/test_stops; C08
-u/test_detokenizer; C11 and C20 test_api, u/test_text, u/test_tools; C12 test_api (too long); C14 u/test_validate;
-C15 test_api (choices), test_sampling; C17 test_sampling, u/test_replies; C19 test_api (stop ids), test_exact; C21
-test_api (a client that leaves); C23 test_failures; C25 test_slow_links.
+Rows of validation and streaming that stand elsewhere (u: unit/router): C03 test_api (stops), u/test_stops;
+C08 u/test_detokenizer; C11, C20 test_api, u/test_text, u/test_tools; C12 test_api (too long);
+C14 u/test_validate; C15 test_api (choices), test_sampling; C17 test_sampling, u/test_replies;
+C19 test_api (stop ids), test_exact; C21 test_api (a client that leaves); C23 test_failures;
+C25 test_slow_links.
 """
 
 from __future__ import annotations
