@@ -15,6 +15,7 @@
     │   ├── Unavailable              503  no worker that could serve it
     │   ├── WorkerLost               502  lost its worker more often than recovery allows
     │   └── DeadlineExceeded         504
+    ├── GrammarError                 a grammar that cannot be used, or not any further
     ├── WireError                    a frame that does not decode, or comes from a stranger
     ├── TransferError                a KV block could not be fetched
     │   └── CudaError                a CUDA call failed, or cannot work here
@@ -37,6 +38,13 @@ class ConfigError(PagerelayError):
 
 class StartupError(PagerelayError):
     """Something needed at start is not there. The message gives need, have and remedy."""
+
+
+class GrammarError(PagerelayError):
+    """A grammar that the library cannot use, or cannot follow any further. The first line says why."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.strip().partition("\n")[0].split()) or "no reason given")
 
 
 class WireError(PagerelayError):
