@@ -110,11 +110,14 @@ format: setup-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Two files at a time, but nothing beside a test that has a cluster of its own.
+ORDINARY := not slow and not exact and not compose and not asan
 test: lint model
-	$(BIN)/pytest -m "not slow and not exact and not compose and not asan" $(PYTEST_ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile -m "$(ORDINARY)" tests/unit tests/contract tests/shape $(PYTEST_ARGS)
+	$(BIN)/pytest -m "$(ORDINARY)" tests/system $(PYTEST_ARGS)
 
 asan: setup-dev
-	$(BIN)/pytest -m asan $(PYTEST_ARGS)
+	$(BIN)/pytest -n 2 -m asan $(PYTEST_ARGS)
 
 exact: setup-dev model
 	$(BIN)/pytest -m exact $(PYTEST_ARGS)

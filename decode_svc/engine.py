@@ -27,11 +27,13 @@ from pagerelay.common.engine.core import EngineLimits
 from pagerelay.common.engine.leasing import Leasing, LeasingEngine
 from pagerelay.common.engine.scheduler import by_age
 from pagerelay.common.engine.sequence import Sequence
+from pagerelay.common.kv.checksum import block_sum
 from pagerelay.common.kv.pool import KvPool
 from pagerelay.common.model.runner import ModelFacts, ModelRunner
 from pagerelay.common.states import DECODE, Machine
 from pagerelay.common.wire.messages import (
     DecodeJob,
+    Fetch,
     FinishReason,
     HandedOver,
     HandoverPhases,
@@ -74,10 +76,10 @@ class DecodeEngine(LeasingEngine):
 
     # ------------------------------------------------------------------ from the router
 
-    def submit(self, owner: str, job: DecodeJob) -> None:
+    def submit(self, owner: str, job: DecodeJob, now: float) -> None:
         """Queues a request: for a fetch, or without a handle for computing its prompt here."""
         with self.lock:
-            seq = self._accept(owner, job, Machine(DECODE, "QUEUED"))
+            seq = self._accept(owner, job, Machine(DECODE, "QUEUED"), now)
             if seq is None:
                 return
             if job.handle is None:
@@ -221,6 +223,19 @@ class DecodeEngine(LeasingEngine):
         if reason is not None:
             self._end(seq, "FINISHED")
         return reason is None
+
+    def fetch(self, peer: bytes, message: Fetch, now: float) -> None:
+        self._make_sums(message.lease)
+        super().fetch(peer, message, now)
+
+    def _make_sums(self, lease_id: int) -> None:
+        """Checksums of all blocks of a lease. The lease keeps them as they are; should it end meanwhile,
+        nothing is announced."""
+        with self.lock:
+            lease = self.leases.get(lease_id)
+            ids = list(lease.seq.block_ids) if lease is not None else []
+        if self._summed is not None:
+            self._sums.update({block: block_sum(self._summed[block]) for block in ids})
 
     def suspend(self, request_id: str, attempt: int) -> None:
         """Stops decoding and keeps the KV for another decode worker, who samples the next token. Said

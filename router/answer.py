@@ -147,7 +147,9 @@ class Answer:
         if parsed.scores_prompt is None and not parsed.echo:
             return 0
         detokenizer = self._service.tokenizer.detokenizer(skip_special_tokens=False)
-        scores: list[TokenLogprobs | None] = [None, *choice.flow.journal.prompt_scores]
+        # Only one answer to the prompt has asked for its scores; the others begin later.
+        leader = self.choices[choice.index - choice.index % parsed.best_of]
+        scores: list[TokenLogprobs | None] = [None, *leader.flow.journal.prompt_scores]
         offset, parts = 0, []
         of_prompt: list[Told] = []
         for token, logprobs in itertools.zip_longest(prompt, scores):

@@ -46,6 +46,7 @@ from pagerelay.router.links import RequestNews, WorkerLinks
 from pagerelay.router.metrics import RouterMetrics
 from pagerelay.router.placement import Placement
 from pagerelay.router.policy import RoutingPolicy
+from pagerelay.router.sharing import PromptShare
 from pagerelay.router.times import FlowTimes
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,6 @@ class RequestFlow:
         self,
         *,
         request_id: str,
-        order: int,
         prompt: list[int],
         sampling: SamplingParams,
         links: WorkerLinks,
@@ -67,7 +67,10 @@ class RequestFlow:
         metrics: RouterMetrics,
         settings: FlowSettings,
         clock: Callable[[], float],
+        share: PromptShare | None = None,
+        leads: bool = False,
     ) -> None:
+        """``share``: of the choices of one prompt, of which this one may lead."""
         self.request_id = request_id
         self.attempt = 1
         self.journal = Journal(prompt, sampling)
@@ -75,10 +78,10 @@ class RequestFlow:
         self.times = FlowTimes(metrics)
         self.transport: str | None = None
         self._links = links
-        self._place = Placement(request_id, order, sampling, self, links, policy)
+        self._place = Placement(request_id, len(prompt), sampling, self, links, policy, clock, settings)
         self._metrics = metrics
         self._settings = settings
-        self._clock = clock
+        self._share, self._leads = share, leads
         self._machine = Machine(ROUTER, "QUEUED")
         self._inbox = Inbox()
         self._started = False
@@ -117,7 +120,11 @@ class RequestFlow:
     async def start(self) -> None:
         """Dispatches the request. Raises Unavailable where nobody could serve it."""
         self._links.flows[self.request_id] = self
-        await self._dispatch()
+        beside = await self._share.worker_id() if self._share is not None and not self._leads else None
+        if beside is not None and self._place.shares_prefixes(beside):
+            await self._hand_off(None, self.journal.prompt, beside)
+        else:
+            await self._dispatch()
 
     async def next(self) -> tuple[list[int], FinishReason | None]:
         """The next tokens (at least one), and why the answer ended if it did. Raises an :class:`ApiError`,
@@ -281,6 +288,8 @@ class RequestFlow:
         self._doubt_ends = None
         self._move("DECODING")
         self._place.kv_arrived()
+        if self._leads and self._share is not None and self._place.decoder is not None:
+            self._share.settle(self._place.decoder.worker_id)
 
     async def _accept(self, delta: TokenDelta) -> list[TokenDelta]:
         """The delta if it is the next one due. Each worker's news come in order, so a gap means that a
@@ -315,22 +324,25 @@ class RequestFlow:
         else:
             self._move("PREFILLING")
 
-    async def _hand_off(self, handle: KvHandle | None, tokens: list[int]) -> None:
-        """To a decode worker: ``tokens`` are those whose KV it fetches or computes."""
+    async def _hand_off(self, handle: KvHandle | None, tokens: list[int], beside: str | None = None) -> None:
+        """To a decode worker, to ``beside`` if it is given: ``tokens`` are those whose KV it fetches or
+        computes."""
         self.times.hands_off()
         first_index = len(tokens) - len(self.journal.prompt)
         if handle is not None:
-            await self._wait_for_a_decoder(len(tokens))
-        entry = await self._place.to_decoder(self.attempt, tokens, first_index, handle)
+            await self._place.wait_for_decoder(len(tokens))
+        entry = await self._place.to_decoder(self.attempt, tokens, first_index, handle, beside)
         if entry is None:
             self._fail_without_decoder()
         self._move("HANDOFF")
         if handle is None and entry.hello.role != "colocated":
-            self._metrics.local_prefills.labels(reason="no_prefill_worker").inc()
+            reason = "shared_prompt" if beside is not None else "no_prefill_worker"
+            self._metrics.local_prefills.labels(reason=reason).inc()
 
     def _fail_without_decoder(self) -> NoReturn:
         self._move("FAILED")
-        raise Unavailable("no decode worker is available", code="no_decode_worker", retry_after_s=1)
+        text = "no decode worker with room for the whole answer is available"
+        raise Unavailable(text, code="no_decode_worker", retry_after_s=1)
 
     async def _ask_to_suspend(self, worker_id: str) -> None:
         """If another decode worker could take it now; else it stays where it is."""
@@ -345,7 +357,7 @@ class RequestFlow:
             self._metrics.drop("Suspended", "repeated")
         elif handle.num_tokens > len(tokens):
             await self._probe()  # tokens before it were lost: both are said again
-        elif handle.num_tokens != len(tokens) or not await self._wait_for_a_decoder(len(tokens)):
+        elif handle.num_tokens != len(tokens) or not await self._place.wait_for_decoder(len(tokens)):
             await self._recover("handover_failed", "its decode worker drains, and none could take over")
         else:
             self._metrics.moved.inc()
@@ -357,7 +369,7 @@ class RequestFlow:
         """Everything anew with what the client has already; at most ``max_recoveries`` times."""
         if self._machine.ended:
             return
-        self._metrics.recoveries.labels(cause=cause).inc()
+        self._metrics.recovered(cause)
         log.warning(
             "%s recovers while %s, %d tokens in: %s (%s)",
             *(self.request_id, self.state.lower(), len(self.journal.tokens), message, cause),
@@ -375,21 +387,13 @@ class RequestFlow:
         self._move("RECOVERING")
         await self._place.release(self.attempt, abort=True)
         self.attempt += 1
-        await self._wait_for_a_decoder(len(self.journal.all_tokens()))
+        await self._place.wait_for_decoder(len(self.journal.all_tokens()))
         await self._dispatch()
-
-    async def _wait_for_a_decoder(self, num_tokens: int) -> bool:
-        """Could a decode worker take so many tokens? What is under way may wait a moment for one that comes
-        back; a new request is refused at once."""
-        deadline = self._clock() + self._settings.rejoin_wait_s
-        while self._place.decoder_for(num_tokens) is None:
-            if self._clock() >= deadline:
-                return False
-            await asyncio.sleep(0.05)
-        return True
 
     def _move(self, state: str) -> None:
         self._machine.move(state)
+        if self._leads and self._share is not None and self._machine.ended:
+            self._share.settle(None)
         self._advanced()
 
     def _advanced(self) -> None:

@@ -243,7 +243,8 @@ def finalize(
         allowed_token_ids=parsed.allowed_token_ids,
         # The best of several are those whose tokens are the likeliest.
         logprobs=0 if parsed.logprobs is None and parsed.best_of > parsed.n else parsed.logprobs,
-        prompt_logprobs=parsed.scores_prompt,
+        # Of one of its answers: they all begin with the same prompt.
+        prompt_logprobs=parsed.scores_prompt if choice_index % parsed.best_of == 0 else None,
     )
 
 

@@ -213,9 +213,11 @@ class EngineCore(ABC):
 
     # ------------------------------------------------------------------ requests come and go
 
-    def _accept(self, owner: str, job: PrefillJob | DecodeJob, machine: Machine) -> Sequence | None:
+    def _accept(
+        self, owner: str, job: PrefillJob | DecodeJob, machine: Machine, now: float
+    ) -> Sequence | None:
         """A sequence for the job; ``None`` if it can never fit (the router is told) or is an old attempt's. A
-        newer attempt replaces an older one."""
+        newer attempt replaces an older one. ``now``: by the same clock at each job."""
         known = self._by_request.get(job.request_id)
         attempt = known.attempt if known is not None else self._past.get(job.request_id, 0)
         if attempt >= job.attempt:
@@ -227,7 +229,7 @@ class EngineCore(ABC):
             owner=owner,
             request_id=job.request_id,
             attempt=job.attempt,
-            order=job.order,
+            order=now - job.age_s,
             token_ids=job.token_ids,
             sampling=job.sampling,
             first_index=job.first_index,

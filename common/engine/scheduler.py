@@ -24,7 +24,7 @@ MAX_SCORED_ROWS = 128
 """Most rows of a prompt in a step where the logits of all are wanted: each is as long as the vocabulary."""
 
 
-def by_age(sequence: Sequence) -> int:
+def by_age(sequence: Sequence) -> float:
     return sequence.order
 
 

@@ -15,8 +15,9 @@ class Sequence:
     decode are that one loop.
 
     ``token_ids`` starts as the job's tokens (a prompt, and after a recovery the answer so far) and grows by
-    what is sampled. ``first_index`` is the output position of the first token sampled here. ``order`` is the
-    request's arrival number: smaller is older. The engine, under its lock, is the only writer.
+    what is sampled. ``first_index`` is the output position of the first token sampled here. ``order`` is
+    when the request arrived at its router, by this worker's clock: smaller is older, whatever router it is.
+    The engine, under its lock, is the only writer.
     """
 
     __slots__ = (
@@ -47,7 +48,7 @@ class Sequence:
         owner: str,
         request_id: str,
         attempt: int,
-        order: int,
+        order: float,
         token_ids: Seq[int],
         sampling: SamplingParams,
         first_index: int,

@@ -34,6 +34,8 @@ PROTOCOL = 3
 
 Role = Literal["prefill", "decode", "colocated"]
 
+Age = Annotated[float, Meta(ge=0, le=1e9)]
+"""Seconds."""
 Interval = Annotated[float, Meta(gt=0, le=86400)]
 """Seconds. Bounds are checked when a message is decoded, and refuse NaN."""
 
@@ -99,12 +101,10 @@ class Hello(Message, frozen=True):
     role: Role
     layout: Layout
     num_blocks: int
-    max_num_seqs: int
     max_model_len: int
-    eos_token_ids: tuple[int, ...]
-    data_endpoint: str = ""
     transport: str = ""
     ops: str = ""
+    prefix_cache: bool = False
     pid: int = 0
     host: str = ""
     epoch: int = 0
@@ -225,8 +225,8 @@ class Drain(Message, frozen=True):
 class PrefillJob(Message, frozen=True):
     request_id: str
     attempt: int
-    order: int
-    """Arrival number at the router: smaller is older, and older goes first."""
+    age_s: Age
+    """Since the request arrived at the router, at this dispatch: the oldest goes first."""
     token_ids: list[int]
     sampling: SamplingParams
     first_index: Count
@@ -236,7 +236,7 @@ class PrefillJob(Message, frozen=True):
 class DecodeJob(Message, frozen=True):
     request_id: str
     attempt: int
-    order: int
+    age_s: Age
     token_ids: list[int]
     sampling: SamplingParams
     first_index: Count

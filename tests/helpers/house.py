@@ -123,7 +123,6 @@ class House:
         self.count += 1
         return RequestFlow(
             request_id=f"r{self.count}",
-            order=self.count,
             prompt=prompt,
             sampling=greedy(max_tokens),
             links=self.links,

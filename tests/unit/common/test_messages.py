@@ -48,7 +48,7 @@ SAMPLING = m.SamplingParams(
 JOB: dict[str, Any] = {
     "request_id": "r",
     "attempt": 2,
-    "order": 9,
+    "age_s": 0.5,
     "token_ids": [0, 1, 2**31],
     "sampling": SAMPLING,
     "first_index": 1,
@@ -67,9 +67,7 @@ LINKS: list[tuple[str, Any, list[m.Message]]] = [
                 role="colocated",
                 layout=LAYOUT,
                 num_blocks=1,
-                max_num_seqs=2,
                 max_model_len=3,
-                eos_token_ids=(0, 2),
                 pid=1,
             ),
             m.Heartbeat(load=LOAD, counters=COUNTERS),
