@@ -41,10 +41,13 @@ class StartupError(PagerelayError):
 
 
 class GrammarError(PagerelayError):
-    """A grammar that the library cannot use, or cannot follow any further. The first line says why."""
+    """A grammar that the library cannot use, or cannot follow any further; why, in a line of bounded length:
+    the first of what the library says, and the one that it calls the error."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.strip().partition("\n")[0].split()) or "no reason given")
+        first, *rest = message.strip().splitlines() or ["no reason given"]
+        lines = [first, *(line for line in rest if line.startswith("error: "))][:2]
+        super().__init__("; ".join(" ".join(line[:200].split()).rstrip(":") for line in lines))
 
 
 class WireError(PagerelayError):

@@ -69,13 +69,13 @@ class Grammars:
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """For a fresh output. Waits until it is compiled. Raises :class:`GrammarError`."""
-        return Matcher(self.prepare(grammar).result().deep_copy())
+        return Matcher(self.prepare(grammar).result().deep_copy(), -(-self._vocab_size // 32) * 4)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         made = LLMatcher(self._tokenizer, _library_text(grammar), log_level=0, limits=_LIMITS)
         if made.is_error():
             raise GrammarError(made.get_error())
-        _mask(made.deep_copy())  # what is too much for the library shows here
+        Matcher(made.deep_copy(), 0).masks([])  # what is too much for the library shows here
         return made
 
     @cached_property
@@ -92,43 +92,45 @@ class Grammars:
 class Matcher:
     """One output's place in its grammar."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, mask_bytes: int) -> None:
         self._matcher = matcher
+        self._mask_bytes = mask_bytes
         self._num_read = 0
 
     def masks(self, output: Sequence[int], draft: Sequence[int] = ()) -> list[bytes]:
         """What may come after ``output`` and after each token of ``draft``, up to the first that may not
-        come; ``output`` continues that of the last call. Raises :class:`GrammarError`."""
+        come: a bit a token, the lowest of a byte first, in full 32-bit words. ``output`` continues that of
+        the last call. Raises :class:`GrammarError`."""
         if not self._matcher.consume_tokens(list(output[self._num_read :])):
             raise GrammarError(self._matcher.get_error())
         self._num_read = len(output)
-        masks = [_mask(self._matcher)]
+        masks = [self._mask(self._matcher)]
         ahead = self._matcher.deep_copy() if draft else self._matcher
         for token in draft:
             if not allows(masks[-1], token) or not ahead.consume_token(token):
                 break
-            masks.append(_mask(ahead))
+            masks.append(self._mask(ahead))
         return masks
+
+    def _mask(self, matcher: LLMatcher) -> bytes:
+        """Where all is said, only end tokens."""
+        mask = matcher.compute_bitmask()
+        if matcher.is_error():
+            raise GrammarError(matcher.get_error())
+        return mask[: self._mask_bytes]  # the library's may have a word too many
 
 
 def allows(mask: bytes, token: int) -> bool:
     return bool(mask[token >> 3] >> (token & 7) & 1)
 
 
-def _mask(matcher: LLMatcher) -> bytes:
-    """A bit a token, the lowest of a byte first; full 32-bit words. Where all is said, only end tokens."""
-    mask = matcher.compute_bitmask()
-    if matcher.is_error():
-        raise GrammarError(matcher.get_error())
-    return mask
-
-
 def _library_text(grammar: Grammar) -> str:
     try:
         match grammar.kind:
             case "json_schema":
-                defaults = {"whitespace_pattern": _WHITESPACE}
-                return LLMatcher.grammar_from_json_schema(grammar.text, defaults=defaults)
+                return LLMatcher.grammar_from_json_schema(
+                    grammar.text, defaults={"whitespace_pattern": _WHITESPACE}
+                )
             case "regex":
                 return LLMatcher.grammar_from_regex(grammar.text)
             case "choice":

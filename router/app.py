@@ -87,6 +87,7 @@ async def _generate(service: RouterService, request: web.Request, kind: Kind) ->
     try:
         parsed = parse_request(kind, await _body(request), limits := service.limits())
         async with asyncio.timeout_at(deadline):
+            await service.grammars.check(parsed.grammar, parsed.grammar_param)
             prompts = await service.encode(parsed, limits.context_len)
         answer = Answer(service, parsed, prompts, service.flows(parsed, prompts, limits.context_len))
         reply = reply_for(parsed, service.tokenizer)

@@ -41,6 +41,11 @@ field                            what happens
                                  ``max_tokens: 0`` it is all there is
 ``best_of``                      completions, ``/generate``: honoured without streaming, at least ``n``: the
                                  ``n`` of so many answers with the largest mean log-probability
+``response_format``              honoured: ``text``, ``json_object``, ``json_schema`` (always strict)
+``guided_json``,                 honoured: an object or its text, a regular expression, up to 1,000 texts,
+``guided_regex``,                a grammar of Lark or GBNF; ``structured_outputs`` with ``json``,
+``guided_choice``,               ``regex``, ``choice``, ``grammar`` or ``json_object: true`` says the same; one
+``guided_grammar``               of them at most; the answer ends when nothing may follow
 all others in :data:`NOT_YET`    refused by name (``unsupported_parameter``) unless null or neutral
 ``user``, unknown fields         ignored
 ===============================  ===========================================================================
@@ -69,6 +74,34 @@ MAX_MESSAGES: Final = 4096
 
 class StreamOptions(Struct, frozen=True):
     include_usage: bool | None = None
+
+
+class JsonSchemaFormat(Struct, frozen=True):
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, frozen=True):
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+Pattern = Annotated[str, Meta(min_length=1)]
+Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=1000)]
+
+
+class StructuredOutputs(Struct, frozen=True):
+    json: dict[str, Any] | str | None = None
+    regex: Pattern | None = None
+    choice: Choices | None = None
+    grammar: Pattern | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+    structural_tag: Any = None
 
 
 class Common(Struct, frozen=True, kw_only=True):
@@ -101,22 +134,22 @@ class Common(Struct, frozen=True, kw_only=True):
     logprobs: NumLogprobs | bool | None = None
     prompt_logprobs: NumLogprobs | None = None
     best_of: Annotated[int, Meta(ge=1, le=INT32_MAX)] | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: Pattern | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Pattern | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     # Understood, and refused with any other value than the neutral one of NOT_YET.
     length_penalty: Penalty | None = None
     echo: Any = None
     top_logprobs: Any = None
     suffix: Any = None
-    response_format: Any = None
     tools: Any = None
     tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
     use_beam_search: Any = None
     chat_template: Any = None
     chat_template_kwargs: Any = None
@@ -139,16 +172,10 @@ NOT_YET: Final[dict[str, tuple[Any, ...]]] = {
     "echo": (False,),
     "top_logprobs": (0,),
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none",),
     "functions": ([],),
     "function_call": ("none",),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
     "use_beam_search": (False,),
     "chat_template": (),
     "chat_template_kwargs": ({},),

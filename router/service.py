@@ -13,6 +13,7 @@ from pagerelay.common.errors import ApiError, Overloaded, Unavailable
 from pagerelay.common.hashing import model_digest
 from pagerelay.common.wire.auth import CurveKeys
 from pagerelay.router.flow import FlowSettings, RequestFlow
+from pagerelay.router.grammar_check import GrammarChecker
 from pagerelay.router.links import WorkerLinks
 from pagerelay.router.metrics import RouterMetrics
 from pagerelay.router.model_files import ModelFiles
@@ -34,6 +35,7 @@ class RouterService:
         self.clock = time.monotonic
         self.started_at = time.time()
         self.tokenizer = Tokenizer.load(model.folder)
+        self.grammars = GrammarChecker(model.folder, model.vocab_size)
         self.registry = WorkerRegistry(
             model_digest=model_digest(model.folder),
             clock=self.clock,
@@ -79,6 +81,7 @@ class RouterService:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.links.close()
+        await self.grammars.close()
         self._encoders.shutdown(wait=False, cancel_futures=True)
 
     async def _watch_lag(self) -> None:

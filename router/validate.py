@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from pagerelay.common.errors import ContextLengthExceeded, InvalidRequest, NotFound
 from pagerelay.common.wire.messages import SamplingParams
+from pagerelay.common.wire.sampling import Grammar
 from pagerelay.router.json_body import decode_body, object_keys
 from pagerelay.router.prompts import (
     Message,
@@ -36,6 +37,7 @@ from pagerelay.router.schemas import (
     CompletionRequest,
     GenerateRequest,
 )
+from pagerelay.router.structured import read_grammar
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +100,9 @@ class ParsedRequest(Struct, frozen=True, kw_only=True):
     echo: bool
     best_of: int
     """Answers to a prompt, of which the best ``n`` are given."""
+    grammar: Grammar | None
+    grammar_param: str
+    """The field that it came in."""
 
     @property
     def num_prompts(self) -> int:
@@ -152,6 +157,7 @@ def parse_request(kind: Kind, body: bytes, limits: Limits) -> ParsedRequest:
             if token_id >= limits.vocab_size:
                 raise outside_vocabulary(f"{field}[{position}]", token_id, limits.vocab_size)
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(dict.fromkeys(request.stop or ()))
+    grammar, grammar_param = read_grammar(request)
     return ParsedRequest(
         kind=kind,
         model=limits.served_name,
@@ -183,6 +189,8 @@ def parse_request(kind: Kind, body: bytes, limits: Limits) -> ParsedRequest:
         prompt_logprobs=_prompt_logprobs(request),
         echo=isinstance(request, CompletionRequest) and request.echo is True,
         best_of=best_of,
+        grammar=grammar,
+        grammar_param=grammar_param,
     )
 
 
@@ -241,6 +249,7 @@ def finalize(
         logit_bias=parsed.logit_bias,
         bad_words=bad_words,
         allowed_token_ids=parsed.allowed_token_ids,
+        grammar=parsed.grammar,
         # The best of several are those whose tokens are the likeliest.
         logprobs=0 if parsed.logprobs is None and parsed.best_of > parsed.n else parsed.logprobs,
         # Of one of its answers: they all begin with the same prompt.

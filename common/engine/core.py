@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 
 from pagerelay.common.engine.scheduler import Scheduler
 from pagerelay.common.engine.sequence import Sequence
-from pagerelay.common.engine.wishes import Wish, answer, wish_of
+from pagerelay.common.engine.wishes import Wish, answer, constrain, wish_of
 from pagerelay.common.errors import StartupError
+from pagerelay.common.grammar import Grammars
 from pagerelay.common.hashing import PrefixHasher
 from pagerelay.common.kv.blocks import BlockPool, Holder, PrefixCache
 from pagerelay.common.kv.pool import KvPool
@@ -86,6 +87,7 @@ class EngineCore(ABC):
         self.max_model_len = min(facts.max_model_len, pool.num_blocks * limits.block_size)
         self._runner = runner
         self._sample = sampler_for(runner.ops)
+        self._grammars = Grammars(facts.folder, facts.vocab_size, facts.eos_token_ids)
         self.scheduler = Scheduler(
             self.blocks,
             PrefixHasher(facts.digest, limits.block_size),
@@ -134,6 +136,7 @@ class EngineCore(ABC):
             batch, wishes = self._build(plan)
         logits = self._runner.run(batch, self.pool.tensor)
         self.written = self.pool.mark_written()
+        constrain(wishes, self._grammars)  # while a GPU computes
         answer(logits, wishes, self._sample)
         self._computed(plan)
         with self.lock:
@@ -169,6 +172,10 @@ class EngineCore(ABC):
         seq.in_step = False
         if seq.doomed:
             self._give_back(seq)
+            return 0
+        if wish.failure is not None:
+            self._tell_failed(seq, "grammar_failed", wish.failure, retryable=False)
+            self._failed(seq)
             return 0
         if wish.scores:
             scores = PromptScores(
@@ -247,6 +254,8 @@ class EngineCore(ABC):
             self._tell_failed(seq, "bad_job", message, retryable=False)
             return None
         self._by_request[job.request_id] = seq
+        if seq.sampling.grammar is not None:
+            self._grammars.prepare(seq.sampling.grammar)
         return seq
 
     def abort(self, request_id: str, attempt: int) -> None:
@@ -297,7 +306,7 @@ class EngineCore(ABC):
 
     @abstractmethod
     def _failed(self, seq: Sequence) -> None:
-        """The step it was in raised."""
+        """The step it was in raised, or had no token for it."""
 
     @abstractmethod
     def _admitted(self, seq: Sequence) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+from pagerelay.common.grammar import Matcher
 from pagerelay.common.kv.blocks import Holder
 from pagerelay.common.model.logits import SampleRequest
 from pagerelay.common.states import Machine
@@ -31,6 +32,7 @@ class Sequence:
         "keys",
         "logprobs",
         "machine",
+        "matcher",
         "num_cached",
         "num_computed",
         "num_given",
@@ -79,6 +81,8 @@ class Sequence:
         self.draft: list[int] = []
         """Guesses at the tokens to come, computed in the next step beside the last token: those that are
         sampled are kept."""
+        self.matcher: Matcher | None = None
+        """Where the output is in its grammar; made when it is first asked, from the output so far."""
         self.in_step = False
         """Its blocks are being read and written by the running step: they may not be given back yet."""
         self.doomed = False
@@ -111,6 +115,8 @@ class Sequence:
     def finish_reason(self, token: int, index: int, eos: Seq[int], max_model_len: int) -> FinishReason | None:
         """Does ``token`` at output position ``index``, already appended, end the answer?"""
         params = self.sampling
+        if params.grammar is not None and token in eos:
+            return "stop"  # nothing may follow
         if index + 1 >= params.min_tokens and (
             token in params.stop_token_ids or (token in eos and not params.ignore_eos)
         ):
@@ -133,7 +139,8 @@ class Sequence:
         )
 
     def _forbidden(self, index: int, eos: Seq[int]) -> tuple[int, ...]:
-        """Ids that may not be sampled at ``index`` because ``min_tokens`` is not reached."""
-        if index >= self.sampling.min_tokens:
-            return ()
-        return (*self.sampling.stop_token_ids, *(() if self.sampling.ignore_eos else eos))
+        """Ids that may not be sampled at ``index``: because ``min_tokens`` is not reached, or because a
+        grammar goes on and end tokens are ignored."""
+        params, early = self.sampling, index < self.sampling.min_tokens
+        no_end = params.grammar is not None if params.ignore_eos else early
+        return (*(params.stop_token_ids if early else ()), *(eos if no_end else ()))
