@@ -79,7 +79,7 @@ def bounded_schemas(count: int) -> list[Schema]:
 
     @seed(2026)
     @settings(
-        max_examples=6 * count,
+        max_examples=4 * count,
         database=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
