@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
 from pagerelay.common.grammar import Matcher
 from pagerelay.common.kv.blocks import Holder
 from pagerelay.common.model.logits import SampleRequest
 from pagerelay.common.states import Machine
 from pagerelay.common.wire.sampling import FinishReason, SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    from pagerelay.common.engine.drafting import Drafter
 
 
 class Sequence:
@@ -26,6 +30,7 @@ class Sequence:
         "block_ids",
         "doomed",
         "draft",
+        "drafter",
         "first_index",
         "holder",
         "in_step",
@@ -83,6 +88,8 @@ class Sequence:
         sampled are kept."""
         self.matcher: Matcher | None = None
         """Where the output is in its grammar; made when it is first asked, from the output so far."""
+        self.drafter: Drafter | None = None
+        """Makes the guesses, where there are any."""
         self.in_step = False
         """Its blocks are being read and written by the running step: they may not be given back yet."""
         self.doomed = False

@@ -216,6 +216,30 @@ async def test_prompt_too_long_and_cap_too_big(split: Cluster) -> None:
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize(
+    ("head", "status", "code"),
+    [
+        (b"GET /livez HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 20_000, 431, "header_too_large"),
+        (b"GET /livez?" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: x", 431, "header_too_large"),
+        (b"GET /livez HTTP/1.1\r\nHost: x\r\nno colon", 400, "malformed_http"),
+        (b"\x16\x03\x01\x02\x00 not http at all", 400, "malformed_http"),
+    ],
+    ids=["header", "line", "colon", "rubbish"],
+)
+async def test_what_is_not_http_is_refused_in_the_shape_of_all_errors(
+    split: Cluster, head: bytes, status: int, code: str
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(split.url.rpartition(":")[2]))
+    writer.write(head + b"\r\n\r\n")
+    async with asyncio.timeout(10):
+        answer = await reader.read()  # to the end: the connection is closed
+    writer.close()
+    top, _, body = answer.partition(b"\r\n\r\n")
+    assert top.startswith((b"HTTP/1.1 %d " % status, b"HTTP/1.0 %d " % status)), top
+    error = json.loads(body)["error"]
+    assert (error["code"], error["type"]) == (code, "invalid_request_error")
+
+
 async def test_large_and_odd_bodies(split: Cluster) -> None:
     big = json.dumps({"prompt": "a" * 5_000_000}).encode()
     status, answer, _ = await post(split, "/generate", big)
@@ -282,3 +306,38 @@ async def test_ready_live_and_cluster(split: Cluster) -> None:
             blocks["by_prefix"]
         )
     assert await split.metric("pagerelay_ledger_faults_total") == 0
+
+
+async def test_chat_takes_text_in_parts(split: Cluster) -> None:
+    """C11, C14, C20: parts are one text, what is not supported is named, a turn can be continued."""
+
+    model = (await split.get("/v1/models"))["data"][0]["id"]
+    image = [{"role": "user", "content": "x"}, {"role": "user", "content": [{"type": "image_url"}]}]
+
+    async def chat(content: Any, **fields: Any) -> tuple[int, Any]:
+        messages = [{"role": "system", "content": "s"}, {"role": "user", "content": content}]
+        body = {"model": model, "messages": messages, "max_tokens": 4, "temperature": 0} | fields
+        status, answer, _ = await post(split, "/v1/chat/completions", body)
+        return status, answer
+
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    (status, one), (_, other) = await chat("a\nb"), await chat(parts)
+    assert status == 200
+    assert (one["usage"], one["choices"]) == (other["usage"], other["choices"])
+    tool = {"type": "function", "function": {"name": "f"}}
+    refused = {
+        "tools": {"tools": [tool]},
+        "tool_choice": {"tool_choice": "required"},
+        "messages[1].content[0].type": {"messages": image},
+    }
+    for param, fields in refused.items():
+        status, answer = await chat("x", **fields)
+        assert (status, answer["error"]["param"]) == (400, param)
+    turns = {"system": "s", "user": "a", "assistant": "The answer"}
+    begun = [{"role": role, "content": said} for role, said in turns.items()]
+    status, answer = await chat("", messages=begun, continue_final_message=True)
+    text = "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in turns.items())
+    raw = await split.generate(text.removesuffix("<|im_end|>\n"), 4, temperature=0)
+    assert status == 200
+    assert answer["usage"] == raw["usage"]
+    assert answer["choices"][0]["message"]["content"] == raw["choices"][0]["text"]
