@@ -15,9 +15,9 @@ field                            what happens
                                  ``content`` null; ``name`` where the template writes it, else ignored
 ``tools``                        chat: functions, rendered by the model's template, ``parameters`` a JSON
                                  schema; refused where the template has no tools or writes calls in an unknown
-                                 form, ``strict: true`` always
-``tool_choice``                  chat: ``auto`` (the default) and ``none``, which hides the tools from the
-                                 model; ``required`` and a named function are refused
+                                 form, ``strict: true`` beside a forced call alone
+``tool_choice``                  chat: ``auto`` (the default), ``none``, which hides the tools from the
+                                 model; ``required`` and a named function: the answer is calls alone
 ``parallel_tool_calls``          chat: honoured; with false the answer ends with its first call
 ``chat_template_kwargs``         chat: variables of the model's template, and ``enable_thinking``; scalars
 ``add_generation_prompt``        chat: honoured, default true
@@ -55,7 +55,7 @@ field                            what happens
 ``response_format``              honoured: ``text``, ``json_object``, ``json_schema`` (always strict)
 ``guided_json``,                 honoured: an object or its text, a regular expression, up to 1,000 texts,
 ``guided_regex``,                a grammar of Lark or GBNF; ``structured_outputs`` with ``json``,
-``guided_choice``,               ``regex``, ``choice``, ``grammar`` or ``json_object: true`` says the same; one
+``guided_choice``,               ``regex``, ``choice``, ``grammar`` or ``json_object: true`` says it too; one
 ``guided_grammar``               of them at most; the answer ends when nothing may follow
 all others in :data:`NOT_YET`    refused by name (``unsupported_parameter``) unless null or neutral
 ``user``, unknown fields         ignored

@@ -26,14 +26,16 @@ _NOT_YET: Final = (
 )
 
 
-def read_grammar(request: Common) -> tuple[Grammar | None, str]:
-    """The request's grammar, if it has one, and the field that it is in. Whether it can be compiled is not
+def read_grammar(request: Common, forced_calls: dict[str, Any] | None) -> tuple[Grammar | None, str]:
+    """The request's grammar, if it has one, and the field that it is in; ``forced_calls`` is the schema that
+    ``tool_choice`` makes. Whether it can be compiled is not
     looked at: see :mod:`grammar_check`."""
     ways: list[Way] = [
         ("guided_json", "json_schema", request.guided_json),
         ("guided_regex", "regex", request.guided_regex),
         ("guided_choice", "choice", request.guided_choice),
         ("guided_grammar", "lark", request.guided_grammar),
+        ("tool_choice", "json_schema", forced_calls),
     ]
     if request.response_format is not None:
         ways.append(_of_format(request.response_format))

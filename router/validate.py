@@ -40,7 +40,7 @@ from pagerelay.router.schemas import (
 )
 from pagerelay.router.structured import read_grammar
 from pagerelay.router.tool_calls import ToolFamily, ToolRules
-from pagerelay.router.tools import read_tools
+from pagerelay.router.tools import forced_calls, read_tools
 
 log = logging.getLogger(__name__)
 
@@ -146,10 +146,11 @@ def parse_request(kind: Kind, body: bytes, limits: Limits) -> ParsedRequest:
     _check_model(request.model, kind, limits.served_name)
     _refuse_unsupported(request, kind)
     prompts: list[str | list[int]] = []
-    chat, tool_rules = Chat(messages=[]), None
+    chat, tool_rules, forced = Chat(messages=[]), None, None
     if isinstance(request, ChatRequest):
         tools, tool_rules = read_tools(request, limits.abilities, limits.tool_family)
         chat = read_chat(request, limits.abilities, tools)
+        forced = forced_calls(request.tool_choice, tools, tool_rules)
     else:
         prompts = read_prompts(request.prompt, limits.vocab_size)
     n = 1 if request.n is None else request.n
@@ -168,7 +169,7 @@ def parse_request(kind: Kind, body: bytes, limits: Limits) -> ParsedRequest:
             if token_id >= limits.vocab_size:
                 raise outside_vocabulary(f"{field}[{position}]", token_id, limits.vocab_size)
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(dict.fromkeys(request.stop or ()))
-    grammar, grammar_param = read_grammar(request)
+    grammar, grammar_param = read_grammar(request, forced)
     return ParsedRequest(
         kind=kind,
         model=limits.served_name,

@@ -19,7 +19,6 @@ from pagerelay.common.engine.drafting import Drafting, Speculation
 from pagerelay.common.engine.scheduler import Scheduler
 from pagerelay.common.engine.sequence import Sequence
 from pagerelay.common.engine.wishes import Wish, answer, constrain, wish_of
-from pagerelay.common.errors import StartupError
 from pagerelay.common.grammar import Grammars
 from pagerelay.common.hashing import PrefixHasher
 from pagerelay.common.kv.blocks import BlockPool, Holder, PrefixCache
@@ -186,8 +185,7 @@ class EngineCore(ABC):
             self._give_back(seq)
             return 0
         if wish.failure is not None:
-            self._tell_failed(seq, "grammar_failed", wish.failure, retryable=False)
-            self._failed(seq)
+            self._fail(seq, "grammar_failed", wish.failure, retryable=False)
             return 0
         if wish.scores:
             scores = PromptScores(
@@ -223,9 +221,12 @@ class EngineCore(ABC):
                 if seq.doomed:
                     self._give_back(seq)
                     continue
-                self._tell_failed(seq, "step_failed", message, retryable=True)
-                self._failed(seq)
+                self._fail(seq, "step_failed", message, retryable=True)
             return len(hit)
+
+    def _fail(self, seq: Sequence, code: str, message: str, retryable: bool) -> None:
+        self._tell_failed(seq, code, message, retryable)
+        self._failed(seq)
 
     def _tell_failed(self, seq: Sequence, code: str, message: str, retryable: bool) -> None:
         failed = Failed(
@@ -405,12 +406,3 @@ class EngineCore(ABC):
                 return False
             self.check_ledger()
             return True
-
-
-def check_fits(num_blocks: int, block_size: int) -> None:
-    """A pool too small for anything is refused at start."""
-    if num_blocks < 2:
-        raise StartupError(
-            f"the KV pool has {num_blocks} blocks of {block_size} tokens; "
-            "raise cache.kv_memory_mib or cache.num_blocks"
-        )

@@ -8,7 +8,7 @@ import torch
 from engines import make_pool
 from fake_cuda import Machine
 
-from pagerelay.common.engine.core import check_fits
+from pagerelay.common.service.build import check_fits
 from pagerelay.common.errors import StartupError
 from pagerelay.common.kv.memory import DeviceBlocks
 from pagerelay.common.kv.pool import KvPool
