@@ -57,14 +57,24 @@ field                            what happens
 ``guided_regex``,                a grammar of Lark or GBNF; ``structured_outputs`` with ``json``,
 ``guided_choice``,               ``regex``, ``choice``, ``grammar`` or ``json_object: true`` says it too; one
 ``guided_grammar``               of them at most; the answer ends when nothing may follow
+``use_beam_search``              honoured without streaming: ``n`` answers, best first, of a search by
+                                 ``best_of`` (default ``n``) beams, 2 to 64; each prompt counts that many
+                                 choices; an answer may have 150,000 / beams tokens
+``num_beams``                    the same, and says how many; 1 is no search
+``length_penalty``,              beside these: -10 to 10, default 1; true, false (default) or ``"never"``; as
+``early_stopping``               in transformers
+``truncate_prompt_tokens``       honoured, ≥ 1: only so many of a prompt's last tokens count
+``add_special_tokens``           prompts: honoured, default true; chat: only false, its template adds them
+``return_token_ids``             honoured: choices have ``token_ids``, as those of ``/generate`` always have
 all others in :data:`NOT_YET`    refused by name (``unsupported_parameter``) unless null or neutral
 ``user``, unknown fields         ignored
+other servers' names             ``/generate``: see :mod:`dialects`
 ===============================  ===========================================================================
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta, Struct
 
@@ -152,9 +162,15 @@ class Common(Struct, frozen=True, kw_only=True):
     guided_choice: Choices | None = None
     guided_grammar: Pattern | None = None
     structured_outputs: StructuredOutputs | None = None
+    use_beam_search: bool | None = None
+    num_beams: Annotated[int, Meta(ge=1, le=INT32_MAX)] | None = None
+    length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    truncate_prompt_tokens: Tokens | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
 
     # Understood, and refused with any other value than the neutral one of NOT_YET.
-    length_penalty: Penalty | None = None
     echo: Any = None
     top_logprobs: Any = None
     suffix: Any = None
@@ -162,25 +178,20 @@ class Common(Struct, frozen=True, kw_only=True):
     tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
-    use_beam_search: Any = None
     chat_template: Any = None
     chat_template_kwargs: Any = None
     documents: Any = None
     modalities: Any = None
     audio: Any = None
     logits_processors: Any = None
-    truncate_prompt_tokens: Any = None
-    add_special_tokens: Any = None
     add_generation_prompt: Any = None
     continue_final_message: Any = None
     prompt_embeds: Any = None
-    return_token_ids: Any = None
     web_search_options: Any = None
     kv_transfer_params: Any = None
 
 
 NOT_YET: Final[dict[str, tuple[Any, ...]]] = {
-    "length_penalty": (1.0,),
     "echo": (False,),
     "top_logprobs": (0,),
     "suffix": ("",),
@@ -188,19 +199,15 @@ NOT_YET: Final[dict[str, tuple[Any, ...]]] = {
     "tool_choice": ("none",),
     "functions": ([],),
     "function_call": ("none",),
-    "use_beam_search": (False,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "documents": ([],),
     "modalities": (["text"],),
     "audio": (),
     "logits_processors": ([],),
-    "truncate_prompt_tokens": (),
-    "add_special_tokens": (),  # neutral is what the endpoint does anyway: see validate
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "prompt_embeds": (),
-    "return_token_ids": (False,),
     "web_search_options": (),
     "kv_transfer_params": (),
 }

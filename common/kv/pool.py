@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from pagerelay.common.errors import StartupError
 from pagerelay.common.kv.memory import Bytes, DeviceBlocks, DeviceMemory
 from pagerelay.common.wire.messages import Layout
 
@@ -38,6 +39,10 @@ class KvPool:
             self.num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim
         )
 
+    def copy(self, sources: list[int], targets: list[int]) -> None:
+        """Blocks within the pool, in order with the steps that compute on it."""
+        self.tensor[targets] = self.tensor[sources]
+
     def mark_written(self) -> int | None:
         """After a step was given to the GPU, on the thread that gave it: the number under which other workers
         can wait for it. ``None`` where a step that has returned is done."""
@@ -47,3 +52,12 @@ class KvPool:
         """Before blocks of the step that was marked last are given back; see :class:`DeviceMemory`."""
         if self._device is not None:
             self._device.settle()
+
+
+def check_fits(num_blocks: int, block_size: int) -> None:
+    """A pool too small for anything is refused at start."""
+    if num_blocks < 2:
+        raise StartupError(
+            f"the KV pool has {num_blocks} blocks of {block_size} tokens; "
+            "raise cache.kv_memory_mib or cache.num_blocks"
+        )

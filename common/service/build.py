@@ -15,7 +15,7 @@ from pagerelay.common.engine.core import EngineLimits
 from pagerelay.common.engine.drafting import Speculation
 from pagerelay.common.errors import CudaError, StartupError
 from pagerelay.common.kv.memory import DeviceMemory
-from pagerelay.common.kv.pool import KvPool
+from pagerelay.common.kv.pool import KvPool, check_fits
 from pagerelay.common.model.feed import Feed
 from pagerelay.common.model.graphs import Capture, CudaCapture, graph_sizes
 from pagerelay.common.model.ops import PagedOps
@@ -173,12 +173,3 @@ def _allocate(
     except CudaError as error:
         backend.close()
         raise StartupError(f"no pool in GPU memory: {error}") from error
-
-
-def check_fits(num_blocks: int, block_size: int) -> None:
-    """A pool too small for anything is refused at start."""
-    if num_blocks < 2:
-        raise StartupError(
-            f"the KV pool has {num_blocks} blocks of {block_size} tokens; "
-            "raise cache.kv_memory_mib or cache.num_blocks"
-        )

@@ -10,8 +10,7 @@ from fake_cuda import Machine
 
 from pagerelay.common.errors import StartupError
 from pagerelay.common.kv.memory import DeviceBlocks
-from pagerelay.common.kv.pool import KvPool
-from pagerelay.common.service.build import check_fits
+from pagerelay.common.kv.pool import KvPool, check_fits
 from pagerelay.common.transport.cuda_pool import CudaPool
 from pagerelay.common.wire.messages import Layout
 
