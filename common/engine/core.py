@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pagerelay.common.engine.drafting import Drafting, Speculation
 from pagerelay.common.engine.scheduler import Scheduler
 from pagerelay.common.engine.sequence import Sequence
-from pagerelay.common.engine.wishes import Wish, answer, wish_of
+from pagerelay.common.engine.wishes import Wish, answer, constrain, wish_of
+from pagerelay.common.grammar import Grammars
 from pagerelay.common.hashing import PrefixHasher
 from pagerelay.common.kv.blocks import BlockPool, Holder, PrefixCache
 from pagerelay.common.kv.pool import KvPool
@@ -92,6 +93,7 @@ class EngineCore(ABC):
         self.max_model_len = min(facts.max_model_len, pool.num_blocks * limits.block_size)
         self._runner = runner
         self._sample = sampler_for(runner.ops)
+        self._grammars = Grammars(facts.folder, facts.vocab_size, facts.eos_token_ids)
         speculation, eos = limits.speculation, facts.eos_token_ids
         drafting = Drafting(speculation, eos, self.max_model_len) if speculation is not None else None
         self.scheduler = Scheduler(
@@ -148,6 +150,7 @@ class EngineCore(ABC):
         self._copy_shared([seq for seq, _ in plan if seq.copied_block is not None])
         logits = self._runner.run(batch, self.pool.tensor)
         self.written = self.pool.mark_written()
+        constrain(wishes, self._grammars)  # while a GPU computes
         answer(logits, wishes, self._sample)
         self._computed(plan)
         with self.lock:
@@ -193,6 +196,9 @@ class EngineCore(ABC):
         if seq.doomed:
             self._give_back(seq)
             return 0
+        if wish.failure is not None:
+            self._fail(seq, "grammar_failed", wish.failure, retryable=False)
+            return 0
         if wish.scores:
             scores = PromptScores(
                 request_id=seq.request_id, attempt=seq.attempt, first=seq.num_computed + 1, scores=wish.scores
@@ -227,9 +233,12 @@ class EngineCore(ABC):
                 if seq.doomed:
                     self._give_back(seq)
                     continue
-                self._tell_failed(seq, "step_failed", message, retryable=True)
-                self._failed(seq)
+                self._fail(seq, "step_failed", message, retryable=True)
             return len(hit)
+
+    def _fail(self, seq: Sequence, code: str, message: str, retryable: bool) -> None:
+        self._tell_failed(seq, code, message, retryable)
+        self._failed(seq)
 
     def _tell_failed(self, seq: Sequence, code: str, message: str, retryable: bool) -> None:
         failed = Failed(
@@ -273,6 +282,8 @@ class EngineCore(ABC):
             self._tell_failed(seq, "bad_job", message, retryable=False)
             return None
         self._by_request[job.request_id] = seq
+        if seq.sampling.grammar is not None:
+            self._grammars.prepare(seq.sampling.grammar)
         return seq
 
     def abort(self, request_id: str, attempt: int) -> None:
@@ -323,7 +334,7 @@ class EngineCore(ABC):
 
     @abstractmethod
     def _failed(self, seq: Sequence) -> None:
-        """The step it was in raised."""
+        """The step it was in raised, or had no token for it."""
 
     @abstractmethod
     def _admitted(self, seq: Sequence) -> None:
