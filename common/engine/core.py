@@ -61,6 +61,8 @@ class EngineLimits:
     max_num_seqs: int
     max_batch_tokens: int
     prefix_cache: bool = True
+    step_ahead: bool = False
+    """Begin a step while the one before it runs, where the operations can choose tokens on a device."""
 
 
 @dataclass(slots=True)
@@ -131,11 +133,11 @@ class EngineCore(ABC):
         with self.lock:
             batch, samples = self._build(plan)
         logits = self._runner.run(batch, self.pool.tensor)
-        self.written = self.pool.mark_written()
+        mark = self.written = self.pool.mark_written()
         tokens = self._sample(logits, samples)
         self._computed(plan)
         with self.lock:
-            self.pool.settle()
+            self.pool.settle(mark)
             self._apply(plan, tokens)
         return True
 
