@@ -33,7 +33,6 @@ from pagerelay.common.wire.pools import PoolAddress
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 1_000_000
-MAX_NUM_SEQS = 4096
 HELLO_EVERY_S = 0.3
 
 
@@ -46,7 +45,6 @@ class Model:
     digest: str
     vocab_size: int
     max_model_len: int
-    eos_token_ids: tuple[int, ...]
     words: tuple[int, ...]
 
 
@@ -65,12 +63,10 @@ def read_model(folder: Path) -> Model:
     ]
     if not words:
         raise ValueError(f"{folder}: the tokenizer has no words that start with a space")
-    eos = config.get("eos_token_id")
     return Model(
         digest=model_digest(folder),
         vocab_size=int(config["vocab_size"]),
         max_model_len=int(config.get("max_position_embeddings", 4096)),
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
         words=tuple(sorted(words)[:1024]),
     )
 
@@ -129,9 +125,8 @@ class Worker:
             return
         hello = wire.Hello(
             worker_id=self._id, incarnation=self._incarnation, role=self.role, layout=self._layout,
-            num_blocks=NUM_BLOCKS, max_num_seqs=MAX_NUM_SEQS, max_model_len=self._model.max_model_len,
-            eos_token_ids=self._model.eos_token_ids, data_endpoint="tcp://127.0.0.1:1", transport="tcp",
-            ops="scripted", pid=os.getpid(), host="127.0.0.1",
+            num_blocks=NUM_BLOCKS, max_model_len=self._model.max_model_len, transport="tcp", ops="scripted",
+            pid=os.getpid(), host="127.0.0.1",
         )  # fmt: skip
         self._send(hello)
 

@@ -29,6 +29,7 @@ async def run_router(config: Config, folder: Path, announce: Announce, orphaned:
     from aiohttp import web
 
     from pagerelay.router.app import make_app
+    from pagerelay.router.http import Runner
     from pagerelay.router.model_files import read_model_files
     from pagerelay.router.service import RouterService
 
@@ -36,7 +37,7 @@ async def run_router(config: Config, folder: Path, announce: Announce, orphaned:
     service = RouterService(config, read_model_files(folder, config.model), curve_keys(config))
     host, port = parse(settings.workers_endpoint, "router.workers_endpoint")
     workers_port = service.links.bind(host, port)
-    runner = web.AppRunner(make_app(service), handler_cancellation=True, access_log=None)
+    runner = Runner(make_app(service))
     await runner.setup()
     site = web.TCPSite(
         runner, settings.host.removeprefix("[").removesuffix("]"), settings.port, shutdown_timeout=1.0

@@ -112,6 +112,8 @@ class RouterConfig(Section, frozen=True):
     """A worker that is silent about a request for this long is asked whether a message was lost."""
     stall_timeout_s: Seconds = 60.0
     """Longest silence of a worker within a running request."""
+    stuck_after_s: Seconds = 60.0
+    """A worker whose engine has been at one step for this long gets nothing new, and its requests recover."""
     keepalive_s: Seconds = 15.0
     """A silent stream gets an SSE comment at this interval, so that proxies keep it open."""
     write_timeout_s: Seconds = 30.0

@@ -27,11 +27,13 @@ from pagerelay.common.engine.core import EngineLimits
 from pagerelay.common.engine.leasing import Leasing, LeasingEngine
 from pagerelay.common.engine.scheduler import by_age
 from pagerelay.common.engine.sequence import Sequence
+from pagerelay.common.kv.checksum import block_sum
 from pagerelay.common.kv.pool import KvPool
 from pagerelay.common.model.runner import ModelFacts, ModelRunner
 from pagerelay.common.states import DECODE, Machine
 from pagerelay.common.wire.messages import (
     DecodeJob,
+    Fetch,
     FinishReason,
     HandedOver,
     HandoverPhases,
@@ -39,6 +41,7 @@ from pagerelay.common.wire.messages import (
     Preempted,
     Suspended,
     TokenDelta,
+    TokenLogprobs,
     Tokens,
 )
 
@@ -73,10 +76,10 @@ class DecodeEngine(LeasingEngine):
 
     # ------------------------------------------------------------------ from the router
 
-    def submit(self, owner: str, job: DecodeJob) -> None:
+    def submit(self, owner: str, job: DecodeJob, now: float) -> None:
         """Queues a request: for a fetch, or without a handle for computing its prompt here."""
         with self.lock:
-            seq = self._accept(owner, job, Machine(DECODE, "QUEUED"))
+            seq = self._accept(owner, job, Machine(DECODE, "QUEUED"), now)
             if seq is None:
                 return
             if job.handle is None:
@@ -123,6 +126,7 @@ class DecodeEngine(LeasingEngine):
         num_bytes: int,
         handover_s: float,
         phases: HandoverPhases | None = None,
+        logprobs: TokenLogprobs | None = None,
     ) -> None:
         """All blocks are here and the lease is confirmed: the sequence runs from the next step on."""
         with self.lock:
@@ -135,6 +139,8 @@ class DecodeEngine(LeasingEngine):
             self.scheduler.num_elsewhere = len(self._fetching)
             seq.num_computed = seq.num_given
             self.scheduler.cache_full_blocks(seq)
+            if logprobs is not None:
+                seq.logprobs[seq.next_index] = logprobs
             first = self._delta(seq, first_token, seq.next_index)
             seq.token_ids.append(first_token)
             self.scheduler.add_running(seq)
@@ -196,7 +202,7 @@ class DecodeEngine(LeasingEngine):
     def _advanced(self, seq: Sequence) -> None:
         pass  # nobody else waits for blocks computed here
 
-    def _sampled(self, seq: Sequence, token: int, index: int) -> None:
+    def _sampled(self, seq: Sequence, token: int, index: int) -> bool:
         reason = seq.finish_reason(token, index, self.facts.eos_token_ids, self.max_model_len)
         if seq.num_computed == seq.num_given:
             # The prompt was computed here, this is its first token: there is no hand-over to tell of it.
@@ -216,6 +222,20 @@ class DecodeEngine(LeasingEngine):
             self._deltas.setdefault(seq.owner, []).append(self._delta(seq, token, index, reason))
         if reason is not None:
             self._end(seq, "FINISHED")
+        return reason is None
+
+    def fetch(self, peer: bytes, message: Fetch, now: float) -> None:
+        self._make_sums(message.lease)
+        super().fetch(peer, message, now)
+
+    def _make_sums(self, lease_id: int) -> None:
+        """Checksums of all blocks of a lease. The lease keeps them as they are; should it end meanwhile,
+        nothing is announced."""
+        with self.lock:
+            lease = self.leases.get(lease_id)
+            ids = list(lease.seq.block_ids) if lease is not None else []
+        if self._summed is not None:
+            self._sums.update({block: block_sum(self._summed[block]) for block in ids})
 
     def suspend(self, request_id: str, attempt: int) -> None:
         """Stops decoding and keeps the KV for another decode worker, who samples the next token. Said
@@ -265,7 +285,12 @@ class DecodeEngine(LeasingEngine):
     @staticmethod
     def _delta(seq: Sequence, token: int, index: int, reason: FinishReason | None = None) -> TokenDelta:
         return TokenDelta(
-            request_id=seq.request_id, attempt=seq.attempt, index=index, token=token, finish_reason=reason
+            request_id=seq.request_id,
+            attempt=seq.attempt,
+            index=index,
+            token=token,
+            finish_reason=reason,
+            logprobs=seq.logprobs.get(index),
         )
 
     def _short(self, seq: Sequence) -> bool:

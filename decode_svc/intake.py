@@ -33,10 +33,14 @@ from pagerelay.common.wire.messages import (
     Ready,
     Release,
     Released,
+    TokenLogprobs,
 )
 from pagerelay.common.wire.pools import PoolAddress
 from pagerelay.decode_svc.engine import Intake
-from pagerelay.decode_svc.peers import PeerLink
+from pagerelay.decode_svc.peers import PeerLink, loss
+
+NUM_QUESTIONS = 4
+"""How often a silent peer is asked; with a quarter of a lease's time between them, for as long as a lease."""
 
 
 class CorruptBlocks(TransferError):
@@ -46,10 +50,6 @@ class CorruptBlocks(TransferError):
         super().__init__(f"{len(block_ids)} blocks came with other bytes than their checksums say")
         self.block_ids = block_ids
         """The peer's."""
-
-
-class LeaseEnded(TransferError):
-    """Nothing went wrong: the request has no more need of a decode worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,8 @@ class Fetched:
     """From the commit's arrival to the lease's confirmation: what the split adds after the prefill has
     ended."""
     phases: HandoverPhases
+    logprobs: TokenLogprobs | None
+    """Of the first token."""
 
 
 class BackendChoice:
@@ -140,6 +142,8 @@ async def fetch_prompt(
         while missing or commit is None:
             again = msgspec.structs.replace(fetch, from_block=min(missing, default=len(seq.block_ids)))
             message = await _next(news, link, again, patience_s)
+            if isinstance(message, Ready) and not message.block_ids:
+                continue  # the peer is there, and computes
             announced_at = announced_at or clock()
             if isinstance(message, Ready):
                 if message.first + len(message.block_ids) > len(seq.block_ids):
@@ -183,7 +187,13 @@ async def fetch_prompt(
             confirm_s=confirmed_at - copied_at,
         )
         return Fetched(
-            commit.first_token, backend.name, moved, num_blocks, confirmed_at - committed_at, phases
+            commit.first_token,
+            backend.name,
+            moved,
+            num_blocks,
+            confirmed_at - committed_at,
+            phases,
+            commit.logprobs,
         )
     finally:
         link.close_lease(lease)
@@ -198,8 +208,9 @@ async def _next(
     news: asyncio.Queue[AboutLease], link: PeerLink, question: Fetch | Release, patience_s: float
 ) -> AboutLease:
     """The lease's next news. When there is none for a while the question is asked again: it, or its answer,
-    may have been lost with a connection; asked twice it changes nothing, and it is a sign of life."""
-    while True:
+    may have been lost with a connection; asked twice it changes nothing, and it is a sign of life. The peer
+    answers each one, so one that does not is gone, also where the router's word of that was lost."""
+    for _ in range(NUM_QUESTIONS):
         try:
             # Not wait_for: on Python 3.11 it can swallow a cancellation that comes together with the item.
             async with asyncio.timeout(patience_s):
@@ -208,7 +219,6 @@ async def _next(
             await link.send(question)
             continue
         if isinstance(message, LeaseLost):
-            if message.ended:
-                raise LeaseEnded(message.reason)
-            raise TransferError(f"the lease is gone: {message.reason}")
+            raise loss(message)
         return message
+    raise TransferError(f"{link.worker_id} did not answer {NUM_QUESTIONS} times when asked about a lease")

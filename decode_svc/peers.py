@@ -49,6 +49,17 @@ def _parts(tickets: dict[int, str]) -> Iterator[dict[int, str]]:
         yield part
 
 
+class LeaseEnded(TransferError):
+    """Nothing went wrong: the request has no more need of a decode worker."""
+
+
+def loss(message: LeaseLost) -> TransferError:
+    """What it means to a fetch that its lease is gone."""
+    return (
+        LeaseEnded(message.reason) if message.ended else TransferError(f"the lease is gone: {message.reason}")
+    )
+
+
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
@@ -177,7 +188,7 @@ class PeerLink:
             if isinstance(message, LeaseLost):
                 for read in inbox.reads.values():
                     if not read.done():
-                        read.set_exception(TransferError(f"the lease is gone: {message.reason}"))
+                        read.set_exception(loss(message))
                 inbox.reads.clear()
             if isinstance(message, Commit) and not inbox.committed_at:
                 inbox.committed_at = self._clock()

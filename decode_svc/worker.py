@@ -30,8 +30,8 @@ from pagerelay.common.wire.messages import (
 )
 from pagerelay.common.wire.sockets import LINGER_MS
 from pagerelay.decode_svc.engine import DecodeEngine, Intake
-from pagerelay.decode_svc.intake import BackendChoice, CorruptBlocks, LeaseEnded, fetch_prompt
-from pagerelay.decode_svc.peers import PeerLink, Peers
+from pagerelay.decode_svc.intake import BackendChoice, CorruptBlocks, fetch_prompt
+from pagerelay.decode_svc.peers import LeaseEnded, PeerLink, Peers
 
 log = logging.getLogger(__name__)
 
@@ -167,6 +167,7 @@ class DecodeWorker(Worker):
                 fetched.num_bytes,
                 fetched.handover_s,
                 structs.replace(fetched.phases, reserve_s=reserve_s),
+                fetched.logprobs,
             )
 
     async def _backend(self, handle: KvHandle, link: PeerLink) -> TransferBackend:
@@ -237,7 +238,7 @@ class DecodeWorker(Worker):
         if isinstance(message, DecodeJob):
             if message.handle is not None:
                 self._arrived.setdefault(message.request_id, self.clock())
-            self.engine.submit(router_id, message)
+            self.engine.submit(router_id, message, self.clock())
         elif isinstance(message, Suspend):
             self.engine.suspend(message.request_id, message.attempt)
 

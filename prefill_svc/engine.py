@@ -14,13 +14,10 @@ The life of a prompt here::
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-
 from pagerelay.common.engine.core import EngineLimits
 from pagerelay.common.engine.leasing import Leasing, LeasingEngine
 from pagerelay.common.engine.sequence import Sequence
 from pagerelay.common.kv.checksum import block_sum
-from pagerelay.common.kv.memory import Bytes
 from pagerelay.common.kv.pool import KvPool
 from pagerelay.common.model.runner import ModelFacts, ModelRunner
 from pagerelay.common.states import PREFILL, Machine
@@ -39,16 +36,14 @@ class PrefillEngine(LeasingEngine):
         self, runner: ModelRunner, facts: ModelFacts, pool: KvPool, limits: EngineLimits, leasing: Leasing
     ) -> None:
         super().__init__(runner, facts, pool, limits, leasing)
-        self._sums: dict[int, int] = {}
-        """Checksums of the blocks computed here, by block id."""
         self.num_prompt_tokens_cached = 0
 
     # ------------------------------------------------------------------ from the router
 
-    def submit(self, owner: str, job: PrefillJob) -> None:
+    def submit(self, owner: str, job: PrefillJob, now: float) -> None:
         """Queues a prompt."""
         with self.lock:
-            seq = self._accept(owner, job, Machine(PREFILL, "WAITING"))
+            seq = self._accept(owner, job, Machine(PREFILL, "WAITING"), now)
             if seq is not None:
                 self.scheduler.add_waiting(seq)
 
@@ -85,18 +80,24 @@ class PrefillEngine(LeasingEngine):
     def _advanced(self, seq: Sequence) -> None:
         self._announce(self._lease_of[seq.request_id])
 
-    def _sampled(self, seq: Sequence, token: int, index: int) -> None:
+    def _sampled(self, seq: Sequence, token: int, index: int) -> bool:
         reason = seq.finish_reason(token, index, self.facts.eos_token_ids, self.facts.max_model_len)
         self._tell_first(seq, token, index, reason)
         if reason is not None:
             self._end(seq, "RELEASED", "the first token ended the answer")
-            return
+            return False
         seq.machine.move("LEASED")
         self._complete_lease(self._lease_of[seq.request_id], token)
+        return False
 
     def _tell_first(self, seq: Sequence, token: int, index: int, reason: FinishReason | None) -> None:
         delta = TokenDelta(
-            request_id=seq.request_id, attempt=seq.attempt, index=index, token=token, finish_reason=reason
+            request_id=seq.request_id,
+            attempt=seq.attempt,
+            index=index,
+            token=token,
+            finish_reason=reason,
+            logprobs=seq.logprobs.get(index),
         )
         computed = seq.num_computed - seq.num_cached
         first = FirstToken(delta=delta, prefill_s=0.0, num_computed_tokens=computed)
@@ -114,9 +115,6 @@ class PrefillEngine(LeasingEngine):
             last = self.scheduler.blocks_for(done) if done == seq.num_tokens else done // size
             for block in seq.block_ids[seq.num_computed // size : last]:
                 self._sums[block] = block_sum(blocks[block])
-
-    def _sums_of(self, blocks: Bytes, ids: Seq[int]) -> list[int]:
-        return [self._sums[block] for block in ids]  # those of when they were computed
 
     def _end(self, seq: Sequence, state: str, reason: str | None = None) -> None:
         """The one place where a prompt's blocks are given back."""

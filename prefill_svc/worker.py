@@ -54,7 +54,7 @@ class PrefillWorker(Worker):
     def submit(self, router_id: str, message: ToWorker) -> None:
         if isinstance(message, PrefillJob):
             self._times.setdefault((message.request_id, message.attempt), _Times(self.clock()))
-            self.engine.submit(router_id, message)
+            self.engine.submit(router_id, message, self.clock())
 
     def outgoing(self, message: Message) -> Message:
         # A router may ask to hear either again: the durations are those of the first time.

@@ -4,25 +4,17 @@ stream."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from pagerelay.common.wire.messages import FinishReason
+from pagerelay.common.wire.sampling import FinishReason, TokenLogprobs
 from pagerelay.router.flow import RequestFlow
-from pagerelay.router.replies import Output, Timings, Usage
+from pagerelay.router.pieces import Piece, Told
+from pagerelay.router.replies import Timings, Usage
 from pagerelay.router.service import RouterService
 from pagerelay.router.stops import StopMatcher
 from pagerelay.router.validate import ParsedRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """New text and tokens of one choice."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason | None
 
 
 @dataclass(slots=True)
@@ -34,6 +26,8 @@ class Choice:
     parts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    told: list[Told] = field(default_factory=list)
+    prompt_told: list[Told] = field(default_factory=list)
 
 
 class Answer:
@@ -92,9 +86,12 @@ class Answer:
 
     async def _read(self, choice: Choice) -> None:
         parsed, metrics, clock = self._parsed, self._service.metrics, self._service.clock
-        detokenizer = self._service.tokenizer.detokenizer(parsed.skip_special_tokens)
+        tokenizer = self._service.tokenizer
+        detokenizer = tokenizer.detokenizer(parsed.skip_special_tokens)
         stops = StopMatcher(parsed.stop, parsed.include_stop_str_in_output)
         last: float | None = None
+        offset = 0
+        """Characters of text before the next token."""
         while choice.finish_reason is None:
             tokens, reason = await choice.flow.next()
             now = clock()
@@ -103,8 +100,14 @@ class Answer:
                 self._first_token_s = self._first_token_s or now - self._began
             else:
                 metrics.itl.observe(now - last)
-            last = now
             text: list[str] = []
+            told: list[Told] = []
+            if last is None:
+                offset = self._tell_prompt(choice, text, told)
+            last = now
+            if parsed.max_tokens == 0:
+                tokens, reason = [], "length"
+            logprobs = choice.flow.journal.logprobs[len(choice.token_ids) :]
             taken = 0
             for token in tokens:
                 taken += 1
@@ -112,6 +115,10 @@ class Answer:
                 # A token that stops the answer (EOS, stop_token_ids) has no text of its own.
                 silent = ends_here and reason == "stop"
                 new = "" if silent else detokenizer.push(token)
+                if parsed.logprobs is not None:
+                    silent = silent or (parsed.skip_special_tokens and token in tokenizer.special_ids)
+                    told.append(Told(token, offset, logprobs[taken - 1], silent))
+                offset += len(new)
                 if ends_here:
                     new += detokenizer.flush()
                 count = len(choice.token_ids) + taken
@@ -130,7 +137,32 @@ class Answer:
             choice.finish_reason = reason
             if reason is not None:
                 await choice.flow.close()  # after a stop string the worker does not know yet that it is over
-            self._pieces.put_nowait(Piece(choice.index, choice.parts[-1], fresh, reason))
+            choice.told += told
+            self._pieces.put_nowait(Piece(choice.index, choice.parts[-1], fresh, reason, told))
+
+    def _tell_prompt(self, choice: Choice, text: list[str], told: list[Told]) -> int:
+        """What is said of the prompt, once its first token is here. Returns the characters that it has in the
+        answer's text."""
+        parsed, prompt = self._parsed, choice.flow.journal.prompt
+        if parsed.scores_prompt is None and not parsed.echo:
+            return 0
+        detokenizer = self._service.tokenizer.detokenizer(skip_special_tokens=False)
+        # Only one answer to the prompt has asked for its scores; the others begin later.
+        leader = self.choices[choice.index - choice.index % parsed.best_of]
+        scores: list[TokenLogprobs | None] = [None, *leader.flow.journal.prompt_scores]
+        offset, parts = 0, []
+        of_prompt: list[Told] = []
+        for token, logprobs in itertools.zip_longest(prompt, scores):
+            of_prompt.append(Told(token, offset, logprobs))
+            parts.append(detokenizer.push(token))
+            offset += len(parts[-1])
+        if not parsed.echo:
+            choice.prompt_told = of_prompt
+            return 0
+        told += of_prompt if parsed.logprobs is not None else []
+        given = parsed.prompts[choice.index // parsed.best_of]
+        text.append(given if isinstance(given, str) else "".join(parts) + detokenizer.flush())
+        return len(text[-1])
 
     async def close(self) -> None:
         """Safe to call at any time; after it no worker holds anything for this request."""
@@ -143,11 +175,31 @@ class Answer:
 
     # ------------------------------------------------------------------ summing up
 
-    def outputs(self) -> list[Output]:
-        return [
-            Output(choice.index, "".join(choice.parts), choice.token_ids, choice.finish_reason or "length")
+    def outputs(self) -> list[Piece]:
+        """The answers, in order; of ``best_of`` to a prompt the ``n`` likeliest, the best first."""
+        n, best_of = self._parsed.n, self._parsed.best_of
+        whole = [
+            Piece(
+                choice.index,
+                "".join(choice.parts),
+                choice.token_ids,
+                choice.finish_reason or "length",
+                choice.told,
+                choice.prompt_told,
+            )
             for choice in self.choices
         ]
+        if best_of == n:
+            return whole
+        best: list[Piece] = []
+        for first in range(0, len(whole), best_of):
+            ranked = sorted(whole[first : first + best_of], key=self._mean_logprob, reverse=True)
+            best += [replace(piece, index=len(best) + at) for at, piece in enumerate(ranked[:n])]
+        return best
+
+    def _mean_logprob(self, piece: Piece) -> float:
+        logprobs = self.choices[piece.index].flow.journal.logprobs[: len(piece.token_ids)]
+        return sum(one.logprob for one in logprobs) / max(len(logprobs), 1)
 
     def usage(self) -> Usage:
         return Usage.of(self._prompt_tokens, sum(len(choice.token_ids) for choice in self.choices))

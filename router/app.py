@@ -13,8 +13,9 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from pagerelay.common.errors import ApiError, DeadlineExceeded, NotFound, PayloadTooLarge
-from pagerelay.router.answer import Answer, Piece
+from pagerelay.router.answer import Answer
 from pagerelay.router.api_keys import ApiKeys, guard
+from pagerelay.router.pieces import Piece
 from pagerelay.router.replies import Reply, models_body, reply_for
 from pagerelay.router.service import RouterService, outcome
 from pagerelay.router.sse import HEADERS, KEEPALIVE, error_event, json_body
@@ -88,7 +89,7 @@ async def _generate(service: RouterService, request: web.Request, kind: Kind) ->
         async with asyncio.timeout_at(deadline):
             prompts = await service.encode(parsed, limits.context_len)
         answer = Answer(service, parsed, prompts, service.flows(parsed, prompts, limits.context_len))
-        reply = reply_for(parsed)
+        reply = reply_for(parsed, service.tokenizer)
         async with _closing(answer):
             pieces = answer.pieces()
             async with asyncio.timeout_at(deadline):
@@ -185,7 +186,7 @@ async def _stream(
 def _chunk(reply: Reply, piece: Piece | None) -> bytes:
     if piece is None:
         return KEEPALIVE
-    return reply.delta(piece.index, piece.text, piece.token_ids, piece.finish_reason)
+    return reply.delta(piece)
 
 
 async def _write(service: RouterService, response: web.StreamResponse, out: list[bytes]) -> None:

@@ -11,9 +11,9 @@ States (``common/states.py`` has the table)::
                                dispatched anew with prompt + tokens so far; sampling is keyed by position
     → FINISHED | FAILED | ABORTED; whichever way it ends, workers that may hold something are told once
 
-The journal is ``emitted``. A token counts when its index is the next one due: what comes twice (both P and D
-send the first token; a late attempt) is dropped. Where a message was lost, which a gap or silence shows,
-the worker is asked to say it again (``Probe``); only if it cannot the request recovers.
+The journal has the tokens so far. A token counts when its index is the next one due: what comes twice (both
+P and D send the first token; a late attempt) is dropped. Where a message was lost, which a gap or silence
+shows, the worker is asked to say it again (``Probe``); only if it cannot the request recovers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NoReturn
 
 from pagerelay.common.errors import ApiError, DeadlineExceeded, InvalidRequest, Unavailable, WorkerLost
@@ -34,16 +33,20 @@ from pagerelay.common.wire.messages import (
     KvHandle,
     Preempted,
     PrefillStarted,
+    PromptScores,
     SamplingParams,
     Suspended,
     TokenDelta,
     Tokens,
 )
 from pagerelay.router.inbox import Event, Inbox, LeaveDecoder, Lost, News
+from pagerelay.router.journal import FlowSettings as FlowSettings
+from pagerelay.router.journal import Journal
 from pagerelay.router.links import RequestNews, WorkerLinks
 from pagerelay.router.metrics import RouterMetrics
 from pagerelay.router.placement import Placement
 from pagerelay.router.policy import RoutingPolicy
+from pagerelay.router.sharing import PromptShare
 from pagerelay.router.times import FlowTimes
 
 log = logging.getLogger(__name__)
@@ -52,23 +55,11 @@ MAX_PREEMPTIONS = 64
 """A request preempted this often ends in an error instead of going round for ever."""
 
 
-@dataclass(frozen=True, slots=True)
-class FlowSettings:
-    queue_timeout_s: float
-    stall_timeout_s: float
-    max_recoveries: int
-    rejoin_wait_s: float = 1.0
-    """With the 3 s until a silent worker is taken for dead, an answer that cannot go on ends within 5 s."""
-    probe_s: float = 1.0
-    """Silence after which the worker that is due to make progress is asked about the request."""
-
-
 class RequestFlow:
     def __init__(
         self,
         *,
         request_id: str,
-        order: int,
         prompt: list[int],
         sampling: SamplingParams,
         links: WorkerLinks,
@@ -76,20 +67,21 @@ class RequestFlow:
         metrics: RouterMetrics,
         settings: FlowSettings,
         clock: Callable[[], float],
+        share: PromptShare | None = None,
+        leads: bool = False,
     ) -> None:
+        """``share``: of the choices of one prompt, of which this one may lead."""
         self.request_id = request_id
         self.attempt = 1
-        self.emitted: list[int] = []
+        self.journal = Journal(prompt, sampling)
         self.recoveries = 0
         self.times = FlowTimes(metrics)
         self.transport: str | None = None
-        self._prompt = prompt
-        self._sampling = sampling
         self._links = links
-        self._place = Placement(request_id, order, sampling, self, links, policy)
+        self._place = Placement(request_id, len(prompt), sampling, self, links, policy, clock, settings)
         self._metrics = metrics
         self._settings = settings
-        self._clock = clock
+        self._share, self._leads = share, leads
         self._machine = Machine(ROUTER, "QUEUED")
         self._inbox = Inbox()
         self._started = False
@@ -128,7 +120,11 @@ class RequestFlow:
     async def start(self) -> None:
         """Dispatches the request. Raises Unavailable where nobody could serve it."""
         self._links.flows[self.request_id] = self
-        await self._dispatch()
+        beside = await self._share.worker_id() if self._share is not None and not self._leads else None
+        if beside is not None and self._place.shares_prefixes(beside):
+            await self._hand_off(None, self.journal.prompt, beside)
+        else:
+            await self._dispatch()
 
     async def next(self) -> tuple[list[int], FinishReason | None]:
         """The next tokens (at least one), and why the answer ended if it did. Raises an :class:`ApiError`,
@@ -218,7 +214,7 @@ class RequestFlow:
         or nobody has it. D is asked, and has ``probe_s`` for its answer."""
         if self._doubt_ends is None:
             self._doubt_ends = asyncio.get_running_loop().time() + self._settings.probe_s
-            await self._place.probe(self.attempt, len(self.emitted), 0.0)
+            await self._place.probe(self.attempt, len(self.journal.tokens), 0.0)
 
     async def _next_event(self, patience_s: float) -> Event | None:
         """The next piece of news; ``None`` after ``patience_s`` without progress or at the end of a doubt.
@@ -238,7 +234,7 @@ class RequestFlow:
 
     async def _probe(self) -> None:
         """Asks the workers that have it, but not for each of many tokens ahead of a missing one."""
-        await self._place.probe(self.attempt, len(self.emitted), self._settings.probe_s / 2)
+        await self._place.probe(self.attempt, len(self.journal.tokens), self._settings.probe_s / 2)
 
     async def _on_news(self, event: RequestNews) -> list[TokenDelta]:
         match event:
@@ -250,8 +246,8 @@ class RequestFlow:
                 self._advanced()
                 self.times.queued(event)
                 # One token is all that is wanted: it comes from P, and no decode worker is troubled.
-                tokens = (self._prompt + self.emitted)[: event.handle.num_tokens]
-                if self._sampling.max_tokens > len(tokens) - len(self._prompt) + 1:
+                tokens = self.journal.all_tokens()[: event.handle.num_tokens]
+                if self.journal.sampling.max_tokens > len(tokens) - len(self.journal.prompt) + 1:
                     await self._hand_off(event.handle, tokens)
             case FirstToken():
                 if not self._place.first_token_due():
@@ -268,7 +264,12 @@ class RequestFlow:
                 self.times.handed_over(event, self._progress_at)
                 # Repeats P's token, by design; where the prompt was computed on D it is the only one to
                 # bring it.
-                return await self._accept(event.first) if event.first.index >= len(self.emitted) else []
+                return (
+                    await self._accept(event.first) if event.first.index >= len(self.journal.tokens) else []
+                )
+            case PromptScores():
+                if not self.journal.add_scores(event):
+                    await self._recover("prompt_scores_lost", "a part of the prompt's scores was lost")
             case Suspended():
                 await self._move_over(event.handle)
             case Preempted():
@@ -287,17 +288,22 @@ class RequestFlow:
         self._doubt_ends = None
         self._move("DECODING")
         self._place.kv_arrived()
+        if self._leads and self._share is not None and self._place.decoder is not None:
+            self._share.settle(self._place.decoder.worker_id)
 
     async def _accept(self, delta: TokenDelta) -> list[TokenDelta]:
         """The delta if it is the next one due. Each worker's news come in order, so a gap means that a
         message was lost: the worker has its tokens still and is asked for them."""
-        if delta.attempt != self.attempt or delta.index < len(self.emitted):
+        if delta.attempt != self.attempt or delta.index < len(self.journal.tokens):
             self._metrics.drop("TokenDelta", "late" if delta.attempt != self.attempt else "repeated")
             return []
-        if delta.index > len(self.emitted):
+        if delta.index > len(self.journal.tokens):
             await self._probe()
             return []
-        self.emitted.append(delta.token)
+        if self.journal.lacks_scores:
+            await self._recover("prompt_scores_lost", "the prompt's scores were lost")
+            return []
+        self.journal.add(delta)
         self._advanced()
         if self.state == "DECODING":
             self.times.decoded(delta.index, self._progress_at)
@@ -309,46 +315,49 @@ class RequestFlow:
         """Sends the job to a prefill worker; where there is none, to a decode worker that computes the prompt
         too."""
         self._started = False
-        tokens = self._prompt + self.emitted
-        single = self._sampling.max_tokens <= len(self.emitted) + 1
+        tokens = self.journal.all_tokens()
+        single = self.journal.sampling.max_tokens <= len(self.journal.tokens) + 1
         if not single and self._place.decoder_for(len(tokens)) is None:
             self._fail_without_decoder()
-        if await self._place.to_prefill(self.attempt, tokens, len(self.emitted)) is None:
+        if await self._place.to_prefill(self.attempt, tokens, len(self.journal.tokens)) is None:
             await self._hand_off(None, tokens)
         else:
             self._move("PREFILLING")
 
-    async def _hand_off(self, handle: KvHandle | None, tokens: list[int]) -> None:
-        """To a decode worker: ``tokens`` are those whose KV it fetches or computes."""
+    async def _hand_off(self, handle: KvHandle | None, tokens: list[int], beside: str | None = None) -> None:
+        """To a decode worker, to ``beside`` if it is given: ``tokens`` are those whose KV it fetches or
+        computes."""
         self.times.hands_off()
-        first_index = len(tokens) - len(self._prompt)
+        first_index = len(tokens) - len(self.journal.prompt)
         if handle is not None:
-            await self._wait_for_a_decoder(len(tokens))
-        entry = await self._place.to_decoder(self.attempt, tokens, first_index, handle)
+            await self._place.wait_for_decoder(len(tokens))
+        entry = await self._place.to_decoder(self.attempt, tokens, first_index, handle, beside)
         if entry is None:
             self._fail_without_decoder()
         self._move("HANDOFF")
         if handle is None and entry.hello.role != "colocated":
-            self._metrics.local_prefills.labels(reason="no_prefill_worker").inc()
+            reason = "shared_prompt" if beside is not None else "no_prefill_worker"
+            self._metrics.local_prefills.labels(reason=reason).inc()
 
     def _fail_without_decoder(self) -> NoReturn:
         self._move("FAILED")
-        raise Unavailable("no decode worker is available", code="no_decode_worker", retry_after_s=1)
+        text = "no decode worker with room for the whole answer is available"
+        raise Unavailable(text, code="no_decode_worker", retry_after_s=1)
 
     async def _ask_to_suspend(self, worker_id: str) -> None:
         """If another decode worker could take it now; else it stays where it is."""
-        here = self.state == "DECODING" and self.emitted and self._place.is_with(worker_id)
-        if here and self._place.decoder_for(len(self._prompt) + len(self.emitted)) is not None:
+        here = self.state == "DECODING" and self.journal.tokens and self._place.is_with(worker_id)
+        if here and self._place.decoder_for(len(self.journal.all_tokens())) is not None:
             await self._place.suspend(self.attempt)
 
     async def _move_over(self, handle: KvHandle) -> None:
         """The decode worker has stopped: its blocks hold all tokens but the last, and go to another one."""
-        tokens = self._prompt + self.emitted[:-1]
+        tokens = self.journal.all_tokens()[:-1]
         if self.state != "DECODING":
             self._metrics.drop("Suspended", "repeated")
         elif handle.num_tokens > len(tokens):
             await self._probe()  # tokens before it were lost: both are said again
-        elif handle.num_tokens != len(tokens) or not await self._wait_for_a_decoder(len(tokens)):
+        elif handle.num_tokens != len(tokens) or not await self._place.wait_for_decoder(len(tokens)):
             await self._recover("handover_failed", "its decode worker drains, and none could take over")
         else:
             self._metrics.moved.inc()
@@ -360,10 +369,10 @@ class RequestFlow:
         """Everything anew with what the client has already; at most ``max_recoveries`` times."""
         if self._machine.ended:
             return
-        self._metrics.recoveries.labels(cause=cause).inc()
+        self._metrics.recovered(cause)
         log.warning(
             "%s recovers while %s, %d tokens in: %s (%s)",
-            *(self.request_id, self.state.lower(), len(self.emitted), message, cause),
+            *(self.request_id, self.state.lower(), len(self.journal.tokens), message, cause),
         )
         if cause != "preempted":
             self.recoveries += 1
@@ -378,21 +387,13 @@ class RequestFlow:
         self._move("RECOVERING")
         await self._place.release(self.attempt, abort=True)
         self.attempt += 1
-        await self._wait_for_a_decoder(len(self._prompt) + len(self.emitted))
+        await self._place.wait_for_decoder(len(self.journal.all_tokens()))
         await self._dispatch()
-
-    async def _wait_for_a_decoder(self, num_tokens: int) -> bool:
-        """Could a decode worker take so many tokens? What is under way may wait a moment for one that comes
-        back; a new request is refused at once."""
-        deadline = self._clock() + self._settings.rejoin_wait_s
-        while self._place.decoder_for(num_tokens) is None:
-            if self._clock() >= deadline:
-                return False
-            await asyncio.sleep(0.05)
-        return True
 
     def _move(self, state: str) -> None:
         self._machine.move(state)
+        if self._leads and self._share is not None and self._machine.ended:
+            self._share.settle(None)
         self._advanced()
 
     def _advanced(self) -> None:

@@ -27,7 +27,7 @@ _WORDS: Final = {
     "object": "an object",
     "null": "null",
 }
-_PATH = re.compile(r"^(.*?)(?: - at `\$\.?([^`]*)`)?$", re.DOTALL)
+_PATH = re.compile(r"^(.*?)(?: - at (?:`(key)` in )?`\$\.?([^`]*)`)?$", re.DOTALL)
 _EXPECTED = re.compile(r"^Expected `([^`]*)`(?: of length)?(?:, got `([^`]*)`| (>=|<=|>|<) (\S+))$")
 _MISSING = re.compile(r"^Object missing required field `([^`]*)`$")
 _BAD_BYTE = re.compile(r"\(byte (\d+)\)")
@@ -81,7 +81,9 @@ def _too_deep() -> InvalidRequest:
 
 def _wrong_value(text: str) -> InvalidRequest:
     match = _PATH.match(text)
-    message, path = (match[1], match[2] or None) if match else (text, None)
+    message, path = (match[1], match[3] or None) if match else (text, None)
+    path = path and path.removesuffix("[...]")  # a value of an object, which one is not said
+    what = f"a key of {path}" if match and match[2] else path or "the body"
     missing = _MISSING.match(message)
     if missing:
         field = f"{path}.{missing[1]}" if path else missing[1]
@@ -99,7 +101,7 @@ def _wrong_value(text: str) -> InvalidRequest:
             message = f"must be {_BOUNDS[bound]} {limit.removesuffix('.0')}"
     else:
         message = f"cannot be used: {message[:1].lower()}{message[1:]}"
-    return InvalidRequest(f"{path or 'the body'} {message}", param=path)
+    return InvalidRequest(f"{what} {message}", param=path)
 
 
 def _malformed(body: bytes, text: str) -> InvalidRequest:

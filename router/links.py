@@ -25,6 +25,7 @@ from pagerelay.common.wire.messages import (
     PrefillJob,
     PrefillStarted,
     Probe,
+    PromptScores,
     Refused,
     Suspend,
     Suspended,
@@ -38,7 +39,7 @@ from pagerelay.router.registry import Bound, WorkerEntry, WorkerRegistry
 log = logging.getLogger(__name__)
 _decode: Decoder[ToRouter] = Decoder(ToRouter, MAX_NEWS_BYTES)
 
-RequestNews = PrefillStarted | FirstToken | HandedOver | Preempted | Suspended | Failed
+RequestNews = PrefillStarted | FirstToken | PromptScores | HandedOver | Preempted | Suspended | Failed
 ToOneWorker = PrefillJob | DecodeJob | Suspend | Probe | Abort
 
 

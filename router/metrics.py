@@ -12,6 +12,10 @@ from prometheus_client.registry import Collector
 from pagerelay.common.wire.account import Counters
 from pagerelay.router.registry import WorkerEntry, WorkerRegistry
 
+RECOVERY_CAUSES = {
+    *("worker_lost", "lease_expired", "fetch_failed", "step_failed"),
+    *("stall", "forgotten", "handover_failed", "preempted"),
+}
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
@@ -100,6 +104,10 @@ class RouterMetrics:
             "pagerelay_event_loop_lag_seconds", "How late the router's own timer was", registry=collector
         )
         self.collector.register(_Workers(registry))
+
+    def recovered(self, cause: str) -> None:
+        """Counts a request dispatched anew. ``cause`` may come from a worker, who could call it anything."""
+        self.recoveries.labels(cause=cause if cause in RECOVERY_CAUSES else "other").inc()
 
     def drop(self, kind: str, reason: str) -> None:
         """Counts a message that came to nothing. Both labels are from closed sets."""

@@ -7,6 +7,7 @@ Whatever they are given is booked with them (``WorkerEntry.bound``), and taken b
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from pagerelay.common.wire.messages import (
     Abort,
@@ -17,6 +18,7 @@ from pagerelay.common.wire.messages import (
     SamplingParams,
     Suspend,
 )
+from pagerelay.router.journal import FlowSettings
 from pagerelay.router.links import WorkerLinks
 from pagerelay.router.policy import RoutingPolicy
 from pagerelay.router.registry import Bound, WorkerEntry
@@ -26,16 +28,21 @@ class Placement:
     def __init__(
         self,
         request_id: str,
-        order: int,
+        num_prompt_tokens: int,
         sampling: SamplingParams,
         flow: Bound,
         links: WorkerLinks,
         policy: RoutingPolicy,
+        clock: Callable[[], float],
+        settings: FlowSettings,
     ) -> None:
         self.source: WorkerEntry | None = None
         self.decoder: WorkerEntry | None = None
         self._request_id = request_id
-        self._order = order
+        self._final_len = num_prompt_tokens + sampling.max_tokens
+        self._clock = clock
+        self._rejoin_wait_s = settings.rejoin_wait_s
+        self._arrived_at = clock()
         self._sampling = sampling
         self._flow = flow
         self._links = links
@@ -66,7 +73,7 @@ class Placement:
         """Id of the decode worker that would get a sequence of this length now, on its load of this
         moment."""
         views = self._links.registry.views("decode", "colocated")
-        return self._policy.decode(views, self._blocks_needed(num_tokens))
+        return self._policy.decode(views, self._blocks_needed(num_tokens), self._final_len)
 
     def _book(self, worker_id: str | None) -> WorkerEntry | None:
         entry = self._links.registry.chosen(worker_id) if worker_id is not None else None
@@ -77,7 +84,7 @@ class Placement:
     async def to_prefill(self, attempt: int, token_ids: list[int], first_index: int) -> WorkerEntry | None:
         """Sends the prompt to a prefill worker; ``None`` if there is none that could take it."""
         views = self._links.registry.views("prefill")
-        entry = self._book(self._policy.prefill(views, self._blocks_needed(len(token_ids))))
+        entry = self._book(self._policy.prefill(views, self._final_len))
         if entry is None:
             return None
         self.source, self.source_attempt = entry, attempt
@@ -85,7 +92,7 @@ class Placement:
         job = PrefillJob(
             request_id=self._request_id,
             attempt=attempt,
-            order=self._order,
+            age_s=self._clock() - self._arrived_at,
             token_ids=token_ids,
             sampling=self._sampling,
             first_index=first_index,
@@ -93,19 +100,39 @@ class Placement:
         await self._links.send(entry, job)
         return entry
 
+    async def wait_for_decoder(self, num_tokens: int) -> bool:
+        """Could a decode worker take so many tokens? What is under way may wait a moment for one that comes
+        back; a new request is refused at once."""
+        deadline = self._clock() + self._rejoin_wait_s
+        while self.decoder_for(num_tokens) is None:
+            if self._clock() >= deadline:
+                return False
+            await asyncio.sleep(0.05)
+        return True
+
+    def shares_prefixes(self, worker_id: str) -> bool:
+        """Can this decode worker be given something new, and does it find the prompts that it has again?"""
+        entry = self._links.registry.by_id(worker_id)
+        return entry is not None and entry.hello.prefix_cache and self._links.registry.state(entry) == "ready"
+
     async def to_decoder(
-        self, attempt: int, token_ids: list[int], first_index: int, handle: KvHandle | None
+        self,
+        attempt: int,
+        token_ids: list[int],
+        first_index: int,
+        handle: KvHandle | None,
+        worker_id: str | None = None,
     ) -> WorkerEntry | None:
-        """Sends the tokens whose KV is to be fetched, or without a handle computed, to a decode worker;
-        ``None`` if there is none."""
-        entry = self._book(self.decoder_for(len(token_ids)))
+        """Sends the tokens whose KV is to be fetched, or without a handle computed, to a decode worker: to
+        this one, or by load; ``None`` if there is none."""
+        entry = self._book(worker_id or self.decoder_for(len(token_ids)))
         if entry is None:
             return None
         self.decoder = entry
         job = DecodeJob(
             request_id=self._request_id,
             attempt=attempt,
-            order=self._order,
+            age_s=self._clock() - self._arrived_at,
             token_ids=token_ids,
             sampling=self._sampling,
             first_index=first_index,

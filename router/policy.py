@@ -14,24 +14,29 @@ class WorkerView:
 
     worker_id: str
     rank: int | None
-    """0: ready. 1: late with its heartbeat, so only if no other is there. ``None``: draining, gets nothing
-    new."""
+    """0: ready. 1: late with its heartbeat, so only if no other is there. ``None``: draining or stuck, gets
+    nothing new."""
     outstanding_tokens: int
     num_seqs: int
     available_blocks: int
-    total_blocks: int
+    max_model_len: int
+    """Longest prompt + answer, in tokens, that it can hold."""
     last_chosen: int
     """Number of the last choice that fell on it; smaller is longer ago."""
 
 
 class RoutingPolicy(Protocol):
-    def prefill(self, workers: Sequence[WorkerView], blocks_needed: int) -> str | None: ...
+    """``final_len``: tokens of the prompt and of the longest answer that was granted. A worker that cannot
+    hold so many would end the answer early, so it is never chosen."""
 
-    def decode(self, workers: Sequence[WorkerView], blocks_needed: int) -> str | None: ...
+    def prefill(self, workers: Sequence[WorkerView], final_len: int) -> str | None: ...
+
+    def decode(self, workers: Sequence[WorkerView], blocks_needed: int, final_len: int) -> str | None:
+        """``blocks_needed``: for the KV that it begins with."""
 
 
-def _candidates(workers: Sequence[WorkerView], blocks_needed: int) -> list[WorkerView]:
-    fits = [worker for worker in workers if worker.rank is not None and worker.total_blocks >= blocks_needed]
+def _candidates(workers: Sequence[WorkerView], final_len: int) -> list[WorkerView]:
+    fits = [worker for worker in workers if worker.rank is not None and worker.max_model_len >= final_len]
     best = min((worker.rank for worker in fits if worker.rank is not None), default=None)
     return [worker for worker in fits if worker.rank == best]
 
@@ -40,14 +45,14 @@ class LeastLoad:
     """P: fewest prompt tokens accepted and not yet computed. D: room for the prompt's blocks first, then
     fewest sequences, then most available blocks."""
 
-    def prefill(self, workers: Sequence[WorkerView], blocks_needed: int) -> str | None:
-        fits = _candidates(workers, blocks_needed)
+    def prefill(self, workers: Sequence[WorkerView], final_len: int) -> str | None:
+        fits = _candidates(workers, final_len)
         if not fits:
             return None
         return min(fits, key=lambda w: (w.outstanding_tokens, w.last_chosen)).worker_id
 
-    def decode(self, workers: Sequence[WorkerView], blocks_needed: int) -> str | None:
-        fits = _candidates(workers, blocks_needed)
+    def decode(self, workers: Sequence[WorkerView], blocks_needed: int, final_len: int) -> str | None:
+        fits = _candidates(workers, final_len)
         if not fits:
             return None
         return min(

@@ -1,5 +1,7 @@
 """The workers as the router knows them. Liveness by our own monotonic clock: silent for ``suspect_s`` gets
-nothing new, silent for ``dead_s`` is dead and everything bound to it recovers elsewhere at once.
+nothing new, silent for ``dead_s`` is dead and everything bound to it recovers elsewhere at once. So it does
+when a worker's heartbeat says that its engine has been at one step for ``stuck_s``; that one stays, and gets
+work again when the step has ended.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ log = logging.getLogger(__name__)
 
 NUM_REMEMBERED = 1024
 """Incarnations of the past that are told apart."""
-_RANKS: dict[str, int | None] = {"ready": 0, "suspect": 1, "draining": None}
+_RANKS: dict[str, int | None] = {"ready": 0, "suspect": 1, "draining": None, "stuck": None}
 
 
 class Bound(Protocol):
@@ -55,6 +57,8 @@ class WorkerEntry:
     tokens_due: dict[str, int] = field(default_factory=dict)
     """request_id → prompt tokens sent to it and not answered by a first token yet."""
     last_chosen: int = 0
+    stuck: bool = False
+    """Its engine does not come to the end of a step."""
 
     @property
     def worker_id(self) -> str:
@@ -73,6 +77,7 @@ class WorkerRegistry:
         clock: Callable[[], float],
         heartbeat_s: float,
         dead_s: float,
+        stuck_s: float,
         context_len: int,
     ) -> None:
         self.router_id = secrets.token_hex(8)
@@ -81,6 +86,7 @@ class WorkerRegistry:
         self._heartbeat_s = heartbeat_s
         self._dead_s = dead_s
         self._suspect_s = dead_s / 2
+        self._stuck_s = stuck_s
         self._context_len = context_len
         self._by_identity: dict[bytes, WorkerEntry] = {}
         self._choices = 0
@@ -137,7 +143,13 @@ class WorkerRegistry:
 
     def heard(self, entry: WorkerEntry, message: Heartbeat) -> None:
         entry.load, entry.counters = message.load, message.counters
-        if entry.load.hands_over:
+        was, entry.stuck = entry.stuck, entry.load.busy_for_s > self._stuck_s
+        if entry.stuck and not was:
+            text = "%s is stuck: its step has run for %.0f s; %d requests are bound to it"
+            log.error(text, entry.worker_id, entry.load.busy_for_s, len(entry.bound))
+            for request in list(entry.bound.values()):
+                request.worker_lost(entry.worker_id, goodbye=False)
+        elif entry.load.hands_over:
             for request in list(entry.bound.values()):
                 request.leave_decoder(entry.worker_id)
 
@@ -189,6 +201,8 @@ class WorkerRegistry:
         return next((e for e in self._by_identity.values() if e.worker_id == worker_id), None)
 
     def state(self, entry: WorkerEntry) -> str:
+        if entry.stuck:
+            return "stuck"
         if entry.load.draining:
             return "draining"
         return "suspect" if self._clock() - entry.last_heard > self._suspect_s else "ready"
@@ -208,7 +222,7 @@ class WorkerRegistry:
                     ),
                     num_seqs=max(len(entry.bound), entry.load.running + entry.load.waiting),
                     available_blocks=blocks.free + blocks.cached if blocks.total else entry.hello.num_blocks,
-                    total_blocks=entry.hello.num_blocks,
+                    max_model_len=entry.hello.max_model_len,
                     last_chosen=entry.last_chosen,
                 )
             )

@@ -14,6 +14,16 @@ from typing import Any, Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from pagerelay.common.wire.messages import FinishReason
+from pagerelay.router.logprobs import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    TokenScore,
+    Vocabulary,
+    chat_logprobs,
+    completion_logprobs,
+    token_scores,
+)
+from pagerelay.router.pieces import Piece
 from pagerelay.router.sse import DONE, event, json_body
 from pagerelay.router.validate import Kind, ParsedRequest
 
@@ -46,23 +56,19 @@ class Timings(Struct, frozen=True, kw_only=True):
     recoveries: int = 0
 
 
-class Output(Struct, frozen=True):
-    """One finished choice, whatever the endpoint."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-
-
 class Reply(ABC):
-    """Makes the answer of one request. ``index`` is a choice's number."""
+    """Makes the answer of one request."""
 
     prefix = ""
 
-    def __init__(self, model: str, include_usage: bool = False) -> None:
+    def __init__(
+        self, model: str, vocabulary: Vocabulary, include_usage: bool = False, logprobs: bool = False
+    ) -> None:
+        """``logprobs``: the request wants them of its tokens."""
         self.id = self.prefix + secrets.token_hex(12)
         self.model = model
+        self.vocabulary = vocabulary
+        self.logprobs = logprobs
         self.created = int(time.time())
         self.include_usage = include_usage
 
@@ -71,17 +77,15 @@ class Reply(ABC):
         return b""
 
     @abstractmethod
-    def delta(
-        self, index: int, text: str, token_ids: list[int], finish_reason: FinishReason | None = None
-    ) -> bytes:
-        """New text and tokens of a choice; ``b""`` where the endpoint has nothing to say about them."""
+    def delta(self, piece: Piece) -> bytes:
+        """A new piece of a choice; ``b""`` where the endpoint has nothing to say about it."""
 
     @abstractmethod
     def end(self, usage: Usage, timings: Timings) -> bytes:
         """The end of a stream that went well."""
 
     @abstractmethod
-    def whole(self, outputs: list[Output], usage: Usage, timings: Timings) -> bytes:
+    def whole(self, outputs: list[Piece], usage: Usage, timings: Timings) -> bytes:
         """The body of an answer without streaming; outputs in the order of their index."""
 
 
@@ -93,6 +97,8 @@ class _Generated(Struct, frozen=True):
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None
+    logprobs: list[TokenScore] | UnsetType = UNSET
+    prompt_logprobs: list[TokenScore] | UnsetType = UNSET
 
 
 class _Generation(Struct, frozen=True):
@@ -103,8 +109,13 @@ class _Generation(Struct, frozen=True):
     timings: Timings | UnsetType = UNSET
 
 
+def _prompt_logprobs(piece: Piece, vocabulary: Vocabulary) -> list[TokenScore] | UnsetType:
+    return token_scores(piece.prompt_told, vocabulary) if piece.prompt_told else UNSET
+
+
 class GenerateReply(Reply):
-    """``{id, model, choices: [{index, text, token_ids, finish_reason}], usage, timings}``.
+    """``{id, model, choices: [{index, text, token_ids, finish_reason}], usage, timings}``; a choice may have
+    ``logprobs`` and ``prompt_logprobs``.
 
     A stream sends the same shape: text and ids are the new ones; usage and timings come in a last event of no
     choices.
@@ -112,16 +123,24 @@ class GenerateReply(Reply):
 
     prefix = "gen-"
 
-    def delta(
-        self, index: int, text: str, token_ids: list[int], finish_reason: FinishReason | None = None
-    ) -> bytes:
-        return event(_Generation(self.id, self.model, [_Generated(index, text, token_ids, finish_reason)]))
+    def delta(self, piece: Piece) -> bytes:
+        return event(_Generation(self.id, self.model, [self._generated(piece)]))
+
+    def _generated(self, piece: Piece) -> _Generated:
+        return _Generated(
+            piece.index,
+            piece.text,
+            piece.token_ids,
+            piece.finish_reason,
+            token_scores(piece.told, self.vocabulary) if self.logprobs else UNSET,
+            _prompt_logprobs(piece, self.vocabulary),
+        )
 
     def end(self, usage: Usage, timings: Timings) -> bytes:
         return event(_Generation(self.id, self.model, [], usage, timings)) + DONE
 
-    def whole(self, outputs: list[Output], usage: Usage, timings: Timings) -> bytes:
-        choices = [_Generated(o.index, o.text, o.token_ids, o.finish_reason) for o in outputs]
+    def whole(self, outputs: list[Piece], usage: Usage, timings: Timings) -> bytes:
+        choices = [self._generated(output) for output in outputs]
         return json_body(_Generation(self.id, self.model, choices, usage, timings))
 
 
@@ -132,7 +151,8 @@ class _TextChoice(Struct, frozen=True):
     index: int
     text: str
     finish_reason: FinishReason | None
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: list[TokenScore] | UnsetType = UNSET
 
 
 class _Turn(Struct, frozen=True):
@@ -145,7 +165,8 @@ class _ChatChoice(Struct, frozen=True):
     index: int
     message: _Turn
     finish_reason: FinishReason | None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
+    prompt_logprobs: list[TokenScore] | UnsetType = UNSET
 
 
 class _ChatDelta(Struct, frozen=True):
@@ -157,7 +178,7 @@ class _ChatChunkChoice(Struct, frozen=True):
     index: int
     delta: _ChatDelta
     finish_reason: FinishReason | None = None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class _OpenAi(Struct, frozen=True):
@@ -180,12 +201,12 @@ class _OpenAiReply(Reply):
     def end(self, usage: Usage, timings: Timings) -> bytes:
         return self._chunk([], usage) + DONE if self.include_usage else DONE
 
-    def whole(self, outputs: list[Output], usage: Usage, timings: Timings) -> bytes:
+    def whole(self, outputs: list[Piece], usage: Usage, timings: Timings) -> bytes:
         choices = [self._choice(output) for output in outputs]
         return json_body(_OpenAi(self.id, self.kind, self.created, self.model, choices, usage))
 
     @abstractmethod
-    def _choice(self, output: Output) -> Struct:
+    def _choice(self, output: Piece) -> Struct:
         """A finished choice in the endpoint's shape."""
 
 
@@ -193,15 +214,19 @@ class CompletionReply(_OpenAiReply):
     prefix = "cmpl-"
     kind = chunk_kind = "text_completion"
 
-    def delta(
-        self, index: int, text: str, token_ids: list[int], finish_reason: FinishReason | None = None
-    ) -> bytes:
-        if not text and finish_reason is None:
+    def delta(self, piece: Piece) -> bytes:
+        if not piece.text and not piece.told and piece.finish_reason is None:
             return b""
-        return self._chunk([_TextChoice(index, text, finish_reason)])
+        return self._chunk([self._choice(piece)])
 
-    def _choice(self, output: Output) -> Struct:
-        return _TextChoice(output.index, output.text, output.finish_reason)
+    def _choice(self, output: Piece) -> Struct:
+        return _TextChoice(
+            output.index,
+            output.text,
+            output.finish_reason,
+            completion_logprobs(output.told, self.vocabulary) if self.logprobs else None,
+            _prompt_logprobs(output, self.vocabulary),
+        )
 
 
 class ChatReply(_OpenAiReply):
@@ -213,16 +238,26 @@ class ChatReply(_OpenAiReply):
         first = _ChatDelta("assistant", "")
         return b"".join(self._chunk([_ChatChunkChoice(index, first)]) for index in range(num_choices))
 
-    def delta(
-        self, index: int, text: str, token_ids: list[int], finish_reason: FinishReason | None = None
-    ) -> bytes:
-        chunk = self._chunk([_ChatChunkChoice(index, _ChatDelta(content=text))]) if text else b""
-        if finish_reason is not None:
-            chunk += self._chunk([_ChatChunkChoice(index, _ChatDelta(), finish_reason)])
+    def delta(self, piece: Piece) -> bytes:
+        chunk, index = b"", piece.index
+        if piece.text or piece.told:
+            delta = _ChatDelta(content=piece.text)
+            chunk = self._chunk([_ChatChunkChoice(index, delta, logprobs=self._logprobs(piece))])
+        if piece.finish_reason is not None:
+            chunk += self._chunk([_ChatChunkChoice(index, _ChatDelta(), piece.finish_reason)])
         return chunk
 
-    def _choice(self, output: Output) -> Struct:
-        return _ChatChoice(output.index, _Turn("assistant", output.text), output.finish_reason)
+    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
+        return chat_logprobs(piece.told, self.vocabulary) if self.logprobs else None
+
+    def _choice(self, output: Piece) -> Struct:
+        return _ChatChoice(
+            output.index,
+            _Turn("assistant", output.text),
+            output.finish_reason,
+            self._logprobs(output),
+            _prompt_logprobs(output, self.vocabulary),
+        )
 
 
 _REPLIES: dict[Kind, type[Reply]] = {
@@ -232,9 +267,10 @@ _REPLIES: dict[Kind, type[Reply]] = {
 }
 
 
-def reply_for(parsed: ParsedRequest) -> Reply:
+def reply_for(parsed: ParsedRequest, vocabulary: Vocabulary) -> Reply:
     """A fresh reply of the endpoint's shape, with an id of its own."""
-    return _REPLIES[parsed.kind](parsed.model, parsed.include_usage)
+    wants_logprobs = parsed.logprobs is not None
+    return _REPLIES[parsed.kind](parsed.model, vocabulary, parsed.include_usage, wants_logprobs)
 
 
 def models_body(model: str, created: int, context_len: int) -> bytes:

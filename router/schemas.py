@@ -27,7 +27,20 @@ field                            what happens
 ``include_stop_str_in_output``   honoured
 ``skip_special_tokens``          honoured, default true
 ``stream``, ``stream_options``   honoured; options (``include_usage``) only beside ``stream: true``
-``best_of``                      refused unless it equals ``n``
+``presence_penalty``,            honoured, -2 to 2: subtracted from the logits of tokens in the answer, the
+``frequency_penalty``            latter as often as they are there
+``repetition_penalty``           honoured, above 0 to 100: divides the logits of tokens in prompt and answer
+``logit_bias``                   honoured: token id → -100 to 100, at most 1,024
+``bad_words``                    honoured: at most 128 texts whose tokens never come in that order
+``allowed_token_ids``            honoured: nothing else comes; at most 16,384
+``logprobs``                     completions, ``/generate``: a number, 0 to 20, of alternatives beside each
+                                 token; chat: true or false
+``top_logprobs``                 chat: honoured, 0 to 20, only beside ``logprobs: true``
+``prompt_logprobs``              honoured without streaming, 0 to 20
+``echo``                         completions: honoured; with ``logprobs`` the prompt's are there too; with
+                                 ``max_tokens: 0`` it is all there is
+``best_of``                      completions, ``/generate``: honoured without streaming, at least ``n``: the
+                                 ``n`` of so many answers with the largest mean log-probability
 all others in :data:`NOT_YET`    refused by name (``unsupported_parameter``) unless null or neutral
 ``user``, unknown fields         ignored
 ===============================  ===========================================================================
@@ -39,12 +52,17 @@ from typing import Annotated, Any, Final
 
 from msgspec import Meta, Struct
 
+from pagerelay.common.wire.sampling import MAX_LOGPROBS
+
 INT32_MAX: Final = 2**31 - 1
 
 Tokens = Annotated[int, Meta(ge=1, le=INT32_MAX)]
 TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
+BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
 MAX_MESSAGES: Final = 4096
 
@@ -74,18 +92,21 @@ class Common(Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    # Understood, and refused with any other value than the neutral one of NOT_YET.
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
-    length_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1024)] | None = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=128)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=16384)] | None = None
+    logprobs: NumLogprobs | bool | None = None
+    prompt_logprobs: NumLogprobs | None = None
     best_of: Annotated[int, Meta(ge=1, le=INT32_MAX)] | None = None
+
+    # Understood, and refused with any other value than the neutral one of NOT_YET.
+    length_penalty: Penalty | None = None
     echo: Any = None
-    logprobs: Any = None
     top_logprobs: Any = None
-    prompt_logprobs: Any = None
     suffix: Any = None
-    logit_bias: Any = None
     response_format: Any = None
     tools: Any = None
     tool_choice: Any = None
@@ -102,8 +123,6 @@ class Common(Struct, frozen=True, kw_only=True):
     documents: Any = None
     modalities: Any = None
     audio: Any = None
-    bad_words: Any = None
-    allowed_token_ids: Any = None
     logits_processors: Any = None
     truncate_prompt_tokens: Any = None
     add_special_tokens: Any = None
@@ -116,16 +135,10 @@ class Common(Struct, frozen=True, kw_only=True):
 
 
 NOT_YET: Final[dict[str, tuple[Any, ...]]] = {
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
     "length_penalty": (1.0,),
     "echo": (False,),
-    "logprobs": (False,),
     "top_logprobs": (0,),
-    "prompt_logprobs": (),
     "suffix": ("",),
-    "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none",),
@@ -142,8 +155,6 @@ NOT_YET: Final[dict[str, tuple[Any, ...]]] = {
     "documents": ([],),
     "modalities": (["text"],),
     "audio": (),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
     "logits_processors": ([],),
     "truncate_prompt_tokens": (),
     "add_special_tokens": (),  # neutral is what the endpoint does anyway: see validate
@@ -158,6 +169,9 @@ NOT_YET: Final[dict[str, tuple[Any, ...]]] = {
 absence.
 """
 
+HONOURED_BY: Final = {"echo": "completions", "top_logprobs": "chat"}
+"""Fields of :data:`NOT_YET` that one kind of request does have."""
+
 Prompt = str | list[str | TokenId | list[TokenId]]
 
 
@@ -171,6 +185,8 @@ class CompletionRequest(Common, frozen=True, kw_only=True):
     """``POST /v1/completions``"""
 
     prompt: Prompt | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
+    echo: bool | None = None
 
 
 class ContentPart(Struct, frozen=True):
@@ -190,3 +206,4 @@ class ChatRequest(Common, frozen=True, kw_only=True):
 
     messages: Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)] | None = None
     max_completion_tokens: Tokens | None = None
+    top_logprobs: NumLogprobs | None = None

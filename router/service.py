@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import secrets
 import time
@@ -19,6 +18,7 @@ from pagerelay.router.metrics import RouterMetrics
 from pagerelay.router.model_files import ModelFiles
 from pagerelay.router.policy import LeastLoad, RoutingPolicy
 from pagerelay.router.registry import WorkerRegistry
+from pagerelay.router.sharing import PromptShare
 from pagerelay.router.text import Tokenizer
 from pagerelay.router.validate import Limits, ParsedRequest, check_prompts, finalize
 
@@ -39,6 +39,7 @@ class RouterService:
             clock=self.clock,
             heartbeat_s=config.router.heartbeat_s,
             dead_s=config.router.dead_after_s,
+            stuck_s=config.router.stuck_after_s,
             context_len=model.max_model_len,
         )
         self.metrics = RouterMetrics(self.registry)
@@ -52,7 +53,6 @@ class RouterService:
             max_recoveries=config.router.max_recoveries,
             probe_s=config.router.probe_s,
         )
-        self._orders = itertools.count(1)
         self._encoders = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -133,20 +133,26 @@ class RouterService:
     def flows(self, parsed: ParsedRequest, prompts: list[list[int]], context_len: int) -> list[RequestFlow]:
         """One flow a choice, in the order of their indexes."""
         request = secrets.token_hex(12)
-        made = []
+        bad_words = self.tokenizer.bad_words(parsed.bad_words)
+        made: list[RequestFlow] = []
+        share: PromptShare | None = None
         for index in range(parsed.num_choices):
-            prompt = prompts[index // parsed.n]
+            prompt = prompts[index // parsed.best_of]
+            leads = index % parsed.best_of == 0
+            if leads:
+                share = PromptShare() if parsed.best_of > 1 else None
             made.append(
                 RequestFlow(
                     request_id=f"{request}-{index}",
-                    order=next(self._orders),
                     prompt=prompt,
-                    sampling=finalize(parsed, len(prompt), context_len, index),
+                    sampling=finalize(parsed, len(prompt), context_len, index, bad_words),
                     links=self.links,
                     policy=self.policy,
                     metrics=self.metrics,
                     settings=self._flow_settings,
                     clock=self.clock,
+                    share=share,
+                    leads=leads,
                 )
             )
         return made

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from pagerelay.router.detokenizer import ByteDetokenizer, Detokenizer, WindowDet
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time; no pool of threads per process
 
+_BLANK = "\u2581".encode()
+"""SentencePiece's stand-in of a blank."""
 _SINGLE_BYTE = re.compile("<0x[0-9A-F]{2}>")
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -133,6 +136,24 @@ class Tokenizer:
         if self._byte_level:
             return ByteDetokenizer(self._token_bytes, skip)
         return WindowDetokenizer(self._decode, skip, self._byte_ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The text of one token; empty for an id that the tokenizer does not have."""
+        if not 0 <= token_id < self.vocab_size:
+            return b""
+        if self._byte_level:
+            return self._token_bytes[token_id]
+        byte = _SINGLE_BYTE.fullmatch(self._token_bytes[token_id].decode())
+        return bytes([int(byte[0][3:5], 16)]) if byte else self._token_bytes[token_id].replace(_BLANK, b" ")
+
+    def bad_words(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Ids of texts that must not come, at the start of a word and within one."""
+        words = [
+            tuple(encode_ids(self._encoder, before + text.lstrip(), add_special_tokens=False))
+            for text in texts
+            for before in ("", " ")
+        ]
+        return tuple(dict.fromkeys(word for word in words if word))
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._encoder.decode(ids, skip_special_tokens=False))

@@ -29,6 +29,7 @@ from pagerelay.router.prompts import (
     unsupported,
 )
 from pagerelay.router.schemas import (
+    HONOURED_BY,
     NOT_YET,
     ChatRequest,
     Common,
@@ -85,6 +86,18 @@ class ParsedRequest(Struct, frozen=True, kw_only=True):
     stream: bool
     include_usage: bool
     user: str | None
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
+    bad_words: tuple[str, ...]
+    allowed_token_ids: tuple[int, ...]
+    logprobs: int | None
+    """Alternatives beside each token; ``None``: nothing is told of them."""
+    prompt_logprobs: int | None
+    echo: bool
+    best_of: int
+    """Answers to a prompt, of which the best ``n`` are given."""
 
     @property
     def num_prompts(self) -> int:
@@ -92,8 +105,13 @@ class ParsedRequest(Struct, frozen=True, kw_only=True):
 
     @property
     def num_choices(self) -> int:
-        """Choice ``i`` answers prompt ``i // n``."""
-        return self.num_prompts * self.n
+        """Choice ``i`` answers prompt ``i // best_of``."""
+        return self.num_prompts * self.best_of
+
+    @property
+    def scores_prompt(self) -> int | None:
+        """Alternatives beside each token of the prompt, if these are told of."""
+        return self.logprobs if self.echo else self.prompt_logprobs
 
 
 def parse_request(kind: Kind, body: bytes, limits: Limits) -> ParsedRequest:
@@ -119,14 +137,20 @@ def parse_request(kind: Kind, body: bytes, limits: Limits) -> ParsedRequest:
     else:
         prompts = read_prompts(request.prompt, limits.vocab_size)
     n = 1 if request.n is None else request.n
-    _check_choices(n, 1 if kind == "chat" else len(prompts), limits.max_choices)
+    best_of = _best_of(request, kind, n)
+    _check_choices(best_of, 1 if kind == "chat" else len(prompts), limits.max_choices)
     max_tokens, min_tokens = _token_limits(request, kind)
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options is allowed only beside stream: true", param="stream_options")
     stop_ids = tuple(dict.fromkeys(request.stop_token_ids or ()))
-    for position, token_id in enumerate(stop_ids):
-        if token_id >= limits.vocab_size:
-            raise outside_vocabulary(f"stop_token_ids[{position}]", token_id, limits.vocab_size)
+    for field, named in (
+        ("stop_token_ids", stop_ids),
+        ("logit_bias", request.logit_bias or ()),
+        ("allowed_token_ids", request.allowed_token_ids or ()),
+    ):
+        for position, token_id in enumerate(named):
+            if token_id >= limits.vocab_size:
+                raise outside_vocabulary(f"{field}[{position}]", token_id, limits.vocab_size)
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(dict.fromkeys(request.stop or ()))
     return ParsedRequest(
         kind=kind,
@@ -149,6 +173,16 @@ def parse_request(kind: Kind, body: bytes, limits: Limits) -> ParsedRequest:
         stream=request.stream is True,
         include_usage=request.stream_options is not None and request.stream_options.include_usage is True,
         user=request.user,
+        presence_penalty=_or(request.presence_penalty, 0.0),
+        frequency_penalty=_or(request.frequency_penalty, 0.0),
+        repetition_penalty=_or(request.repetition_penalty, 1.0),
+        logit_bias=tuple(sorted((request.logit_bias or {}).items())),
+        bad_words=tuple(dict.fromkeys(request.bad_words or ())),
+        allowed_token_ids=tuple(dict.fromkeys(request.allowed_token_ids or ())),
+        logprobs=_logprobs(request, kind),
+        prompt_logprobs=_prompt_logprobs(request),
+        echo=isinstance(request, CompletionRequest) and request.echo is True,
+        best_of=best_of,
     )
 
 
@@ -174,16 +208,21 @@ def check_context(num_prompt_tokens: int, context_len: int, param: str | None = 
 
 
 def finalize(
-    parsed: ParsedRequest, num_prompt_tokens: int, context_len: int, choice_index: int
+    parsed: ParsedRequest,
+    num_prompt_tokens: int,
+    context_len: int,
+    choice_index: int,
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
     """The sampling of one choice (0 ≤ ``choice_index`` < ``num_choices``), its limits fitted to the context.
 
-    Given a seed, random numbers depend on (seed, ``choice_index % n``): a prompt of a batch is answered as if
-    alone. Without one each choice draws its own.
+    Given a seed, random numbers depend on (seed, ``choice_index % best_of``): a prompt of a batch is answered
+    as if alone. Without one each choice draws its own. ``bad_words``: those of ``parsed``, as token ids.
     """
     check_context(num_prompt_tokens, context_len)
     room = context_len - num_prompt_tokens
-    max_tokens = room if parsed.max_tokens is None else min(parsed.max_tokens, room)
+    # Where nothing but the prompt is wanted, one token is computed all the same: its row of logits is there.
+    max_tokens = room if parsed.max_tokens is None else min(max(parsed.max_tokens, 1), room)
     greedy = parsed.temperature < GREEDY_BELOW
     return SamplingParams(
         max_tokens=max_tokens,
@@ -192,10 +231,20 @@ def finalize(
         top_p=1.0 if greedy else parsed.top_p,
         min_p=0.0 if greedy else parsed.min_p,
         seed=secrets.randbits(64) if parsed.seed is None else parsed.seed % 2**64,
-        choice=choice_index % parsed.n,
+        choice=choice_index % parsed.best_of,
         min_tokens=min(parsed.min_tokens, max_tokens),
         ignore_eos=parsed.ignore_eos,
         stop_token_ids=parsed.stop_token_ids,
+        presence_penalty=parsed.presence_penalty,
+        frequency_penalty=parsed.frequency_penalty,
+        repetition_penalty=parsed.repetition_penalty,
+        logit_bias=parsed.logit_bias,
+        bad_words=bad_words,
+        allowed_token_ids=parsed.allowed_token_ids,
+        # The best of several are those whose tokens are the likeliest.
+        logprobs=0 if parsed.logprobs is None and parsed.best_of > parsed.n else parsed.logprobs,
+        # Of one of its answers: they all begin with the same prompt.
+        prompt_logprobs=parsed.scores_prompt if choice_index % parsed.best_of == 0 else None,
     )
 
 
@@ -218,14 +267,47 @@ def _check_model(model: str | None, kind: Kind, served_name: str) -> None:
 
 def _refuse_unsupported(request: Common, kind: Kind) -> None:
     for name, neutral in NOT_YET.items():
-        value = getattr(request, name)
+        value = getattr(request, name) if HONOURED_BY.get(name) != kind else None
         if value is None or any(_same(value, other) for other in neutral):
             continue
         if name == "add_special_tokens" and value is (kind != "chat"):
             continue
         raise unsupported(name, f"{name} is not supported with this value; leave it out")
-    if request.best_of is not None and request.best_of != _or(request.n, 1):
-        raise unsupported("best_of", "best_of is not supported unless it equals n")
+
+
+def _best_of(request: Common, kind: Kind, n: int) -> int:
+    best_of = _or(request.best_of, n)
+    if best_of == n:
+        return n
+    if kind == "chat":
+        raise unsupported("best_of", "best_of is not supported for chats; ask for n answers")
+    if best_of < n:
+        raise InvalidRequest(f"best_of is {best_of}, below n, which is {n}", param="best_of")
+    if request.stream:
+        raise InvalidRequest("best_of above n cannot be streamed: the best are known last", param="best_of")
+    return best_of
+
+
+def _logprobs(request: Common, kind: Kind) -> int | None:
+    """``false`` is absence everywhere. Chats say whether, and how many in another field; the others how
+    many."""
+    wanted = None if request.logprobs is False else request.logprobs
+    if not isinstance(request, ChatRequest):
+        if wanted is True:
+            raise InvalidRequest("logprobs is a number here: of alternatives, 0 to 20", param="logprobs")
+        return wanted
+    if wanted is not None and wanted is not True:
+        raise InvalidRequest("logprobs is true or false here; the number is top_logprobs", param="logprobs")
+    if wanted is None and request.top_logprobs:
+        raise InvalidRequest("top_logprobs is allowed only beside logprobs: true", param="top_logprobs")
+    return None if wanted is None else _or(request.top_logprobs, 0)
+
+
+def _prompt_logprobs(request: Common) -> int | None:
+    if request.prompt_logprobs is not None and request.stream:
+        message = "prompt_logprobs cannot be streamed; on /v1/completions echo with logprobs can"
+        raise InvalidRequest(message, param="prompt_logprobs")
+    return request.prompt_logprobs
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -248,6 +330,8 @@ def _token_limits(request: Common, kind: Kind) -> tuple[int | None, int]:
         name, given = "max_completion_tokens", request.max_completion_tokens
     max_tokens = DEFAULT_MAX_TOKENS[kind] if given is None else given
     min_tokens = _or(request.min_tokens, 0)
+    if max_tokens == 0 and not (isinstance(request, CompletionRequest) and request.echo):
+        raise InvalidRequest("max_tokens is 0, which is allowed only beside echo: true", param="max_tokens")
     if max_tokens is not None and min_tokens > max_tokens:
         default = " (the default)" if given is None else ""
         message = f"min_tokens is {min_tokens}, above {name}, which is {max_tokens}{default}"

@@ -12,11 +12,12 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pagerelay.common.engine.scheduler import Scheduler
 from pagerelay.common.engine.sequence import Sequence
+from pagerelay.common.engine.wishes import Wish, answer, wish_of
 from pagerelay.common.errors import StartupError
 from pagerelay.common.hashing import PrefixHasher
 from pagerelay.common.kv.blocks import BlockPool, Holder, PrefixCache
@@ -24,7 +25,6 @@ from pagerelay.common.kv.pool import KvPool
 from pagerelay.common.model.batch import Batch, Row, build_batch
 from pagerelay.common.model.device_sampler import sampler_for
 from pagerelay.common.model.runner import ModelFacts, ModelRunner
-from pagerelay.common.model.sampler import SampleRequest
 from pagerelay.common.states import Machine
 from pagerelay.common.wire.account import BlockCounts
 from pagerelay.common.wire.messages import (
@@ -32,7 +32,9 @@ from pagerelay.common.wire.messages import (
     Failed,
     Message,
     PrefillJob,
+    PromptScores,
 )
+from pagerelay.common.wire.sampling import named_tokens
 
 NUM_REMEMBERED = 4096
 """Requests and leases of the past that are remembered."""
@@ -131,58 +133,66 @@ class EngineCore(ABC):
         if not plan:
             return False
         with self.lock:
-            batch, samples = self._build(plan)
+            batch, wishes = self._build(plan)
         logits = self._runner.run(batch, self.pool.tensor)
         mark = self.written = self.pool.mark_written()
-        tokens = self._sample(logits, samples)
+        answer(logits, wishes, self._sample)
         self._computed(plan)
         with self.lock:
             self.pool.settle(mark)
-            self._apply(plan, tokens)
+            self._apply(wishes)
         return True
 
-    def _build(self, plan: list[tuple[Sequence, int]]) -> tuple[Batch, list[SampleRequest]]:
+    def _build(self, plan: list[tuple[Sequence, int]]) -> tuple[Batch, list[Wish]]:
+        wishes = [wish_of(seq, count, self.facts.eos_token_ids) for seq, count in plan]
         rows = [
             Row(
-                token_ids=seq.token_ids[seq.num_computed : seq.num_computed + count],
+                token_ids=seq.token_ids[seq.num_computed : seq.num_computed + count] + seq.draft,
                 start=seq.num_computed,
                 block_ids=seq.block_ids,
-                wants_logits=count == seq.num_remaining,
+                num_logits=wish.num_logits,
             )
-            for seq, count in plan
+            for (seq, count), wish in zip(plan, wishes, strict=True)
         ]
-        eos = self.facts.eos_token_ids
-        samples = [
-            SampleRequest(seq.sampling, seq.next_index, seq.forbidden(seq.next_index, eos))
-            for seq, count in plan
-            if count == seq.num_remaining
-        ]
-        return build_batch(rows, self.limits.block_size, self._runner.ops.min_rows), samples
+        return build_batch(rows, self.limits.block_size, self._runner.ops.min_rows), wishes
 
-    def _apply(self, plan: list[tuple[Sequence, int]], sampled: list[int]) -> None:
+    def _apply(self, wishes: list[Wish]) -> None:
         self.stats = StepStats(
-            num_seqs=len(plan),
-            num_prefill_tokens=sum(count for seq, count in plan if seq.num_computed < seq.num_given),
-            sampled=len(sampled),
+            num_seqs=len(wishes),
+            num_prefill_tokens=sum(w.count for w in wishes if w.seq.num_computed < w.seq.num_given),
         )
-        tokens = iter(sampled)
-        for seq, count in plan:
-            self._apply_one(seq, count, tokens)
+        for wish in wishes:
+            self.stats.sampled += self._apply_one(wish)
             self._in_step.pop(0)  # should applying one raise, it and those after it fail, not those before
 
-    def _apply_one(self, seq: Sequence, count: int, tokens: Iterator[int]) -> None:
+    def _apply_one(self, wish: Wish) -> int:
+        """Returns the number of tokens that it got."""
+        seq = wish.seq
         seq.in_step = False
-        token = next(tokens) if count == seq.num_remaining else None
         if seq.doomed:
             self._give_back(seq)
-            return
-        seq.num_computed += count
+            return 0
+        if wish.scores:
+            scores = PromptScores(
+                request_id=seq.request_id, attempt=seq.attempt, first=seq.num_computed + 1, scores=wish.scores
+            )
+            self._outbox.to_router.append((seq.owner, scores))
+        seq.num_computed += wish.count
         self.scheduler.cache_full_blocks(seq)
         self._advanced(seq)
-        if token is not None:
+        number = 0
+        for number, (token, logprobs) in enumerate(wish.kept(), 1):
+            if number > 1:  # the one before was guessed: its KV is there already
+                seq.num_computed += 1
+                self.scheduler.cache_full_blocks(seq)
             index = seq.next_index
             seq.token_ids.append(token)
-            self._sampled(seq, token, index)
+            if logprobs is not None:
+                seq.logprobs[index] = logprobs
+            if not self._sampled(seq, token, index):
+                break
+        seq.draft = []
+        return number
 
     def fail_step(self, message: str) -> int:
         """A step raised: every request in it fails (and may be tried elsewhere), the engine goes on."""
@@ -205,9 +215,11 @@ class EngineCore(ABC):
 
     # ------------------------------------------------------------------ requests come and go
 
-    def _accept(self, owner: str, job: PrefillJob | DecodeJob, machine: Machine) -> Sequence | None:
+    def _accept(
+        self, owner: str, job: PrefillJob | DecodeJob, machine: Machine, now: float
+    ) -> Sequence | None:
         """A sequence for the job; ``None`` if it can never fit (the router is told) or is an old attempt's. A
-        newer attempt replaces an older one."""
+        newer attempt replaces an older one. ``now``: by the same clock at each job."""
         known = self._by_request.get(job.request_id)
         attempt = known.attempt if known is not None else self._past.get(job.request_id, 0)
         if attempt >= job.attempt:
@@ -219,7 +231,7 @@ class EngineCore(ABC):
             owner=owner,
             request_id=job.request_id,
             attempt=job.attempt,
-            order=job.order,
+            order=now - job.age_s,
             token_ids=job.token_ids,
             sampling=job.sampling,
             first_index=job.first_index,
@@ -229,7 +241,7 @@ class EngineCore(ABC):
             message = f"{seq.num_tokens} tokens do not fit this worker's limit of {self.max_model_len}"
             self._tell_failed(seq, "too_long", message, retryable=False)
             return None
-        named = (*seq.token_ids, *seq.sampling.stop_token_ids)
+        named = (*seq.token_ids, *named_tokens(seq.sampling))
         least, most, vocab_size = min(named), max(named), self.facts.vocab_size
         if least < 0 or most >= vocab_size:
             # It would fail the step it is in, and with it everybody else there.
@@ -305,8 +317,8 @@ class EngineCore(ABC):
         """More of its KV is computed."""
 
     @abstractmethod
-    def _sampled(self, seq: Sequence, token: int, index: int) -> None:
-        """``token``, appended already, is its output at position ``index``."""
+    def _sampled(self, seq: Sequence, token: int, index: int) -> bool:
+        """``token``, appended already, is its output at position ``index``. Does it go on?"""
 
     def _forget(self, seq: Sequence) -> None:
         """It is nobody's any more; what is said of it from now on is late."""

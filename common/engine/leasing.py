@@ -24,7 +24,6 @@ from msgspec.structs import replace
 
 from pagerelay.common.engine.core import NUM_REMEMBERED, EngineCore, EngineLimits
 from pagerelay.common.engine.sequence import Sequence
-from pagerelay.common.kv.checksum import block_sum
 from pagerelay.common.kv.memory import Bytes
 from pagerelay.common.kv.pool import KvPool
 from pagerelay.common.model.runner import ModelFacts, ModelRunner
@@ -72,13 +71,16 @@ class LeasingEngine(EngineCore):
         lies on a GPU, where each sum would cost a copy to the host and a wait for the step."""
         if leasing.checksums and isinstance(pool.blocks, np.ndarray):
             self._summed = pool.blocks
+        self._sums: dict[int, int] = {}
+        """Checksums by block id. Subclasses make them, without the lock, before the blocks are announced."""
         self._last_lease = 0
         self.leases: dict[int, Lease] = {}
         self._lease_of: dict[str, Lease] = {}
         self._confirmed: OrderedDict[int, bytes] = OrderedDict()
         """Lease → who has confirmed its copy: a question asked twice is answered twice."""
-        self._expired: OrderedDict[int, None] = OrderedDict()
-        """Leases that ran out: who comes for one is told that its fetch has failed."""
+        self._ended: OrderedDict[int, None] = OrderedDict()
+        """Leases whose request had no more need of them: who comes for one is told so. Who comes for any
+        other that is not there, one that ran out or that nobody knows, is told that its fetch has failed."""
         self.expired = 0
 
     # ------------------------------------------------------------------ from the workers that fetch
@@ -92,11 +94,8 @@ class LeasingEngine(EngineCore):
                 return
             lease = self.leases.get(message.lease)
             if lease is None:
-                # It ran out, or it ended (its first token was its last, or it was taken back) before D came
-                # and the router knows.
                 self.on_dropped("Fetch", "late")
-                ended = message.lease not in self._expired
-                self._lost(peer, message.lease, "there is no such lease any more", ended)
+                self._lost_already(peer, message.lease)
                 return
             if not self._is_ticket(lease, message.ticket) or lease.peer not in (None, peer):
                 self.on_dropped("Fetch", "refused")
@@ -111,19 +110,27 @@ class LeasingEngine(EngineCore):
             lease.announced = message.from_block
             self._touch(lease, now)
             self._announce(lease)
+            if lease.first_token is None and lease.announced == message.from_block:
+                # It computes: the peer, which cannot tell that from a death, hears that it is here.
+                self._outbox.to_peer.append(
+                    (peer, Ready(lease=lease.id, first=lease.announced, block_ids=[]))
+                )
 
     def may_read(self, peer: bytes, lease_id: int, block_ids: Seq[int], now: float) -> bool:
-        """Are these blocks, each named once, the peer's to read? Also a sign of life."""
+        """Are these blocks, each named once, the peer's to read? If so it is a sign of life, else the peer is
+        told why not."""
         with self.lock:
             lease = self.leases.get(lease_id)
             wanted = set(block_ids)
             if lease is None:
                 self.on_dropped("Read", "late")
+                self._lost_already(peer, lease_id)
                 return False
             # The other blocks still hold what was in them before: somebody else's prompt.
             final = set(lease.seq.block_ids[: self._num_final(lease)])
             if lease.peer != peer or len(wanted) != len(block_ids) or not wanted <= final:
                 self.on_dropped("Read", "refused")
+                self._lost(peer, lease_id, "these blocks are not for this worker to read")
                 return False
             self._touch(lease, now)
             return True
@@ -176,9 +183,6 @@ class LeasingEngine(EngineCore):
                     lease.deadline = now + self._leasing.lease_s
             for lease in [le for le in complete if le.deadline is not None and le.deadline < now]:
                 self.expired += 1
-                self._expired[lease.id] = None
-                if len(self._expired) > NUM_REMEMBERED:
-                    self._expired.popitem(last=False)
                 self._end(lease.seq, "EXPIRED", f"no sign of life for {self._leasing.lease_s:g} s")
                 self._tell_failed(
                     lease.seq, "lease_expired", "its KV was not fetched in time", retryable=True
@@ -207,6 +211,10 @@ class LeasingEngine(EngineCore):
         lease = self._lease_of.pop(seq.request_id, None)
         if lease is not None:
             del self.leases[lease.id]
+            if ended:
+                self._ended[lease.id] = None
+                if len(self._ended) > NUM_REMEMBERED:
+                    self._ended.popitem(last=False)
             if reason is not None and lease.peer is not None:
                 self._lost(lease.peer, lease.id, reason, ended)
 
@@ -223,12 +231,17 @@ class LeasingEngine(EngineCore):
                 first=lease.announced,
                 block_ids=ids,
                 written=self.written,
-                sums=self._sums_of(self._summed, ids) if self._summed is not None else [],
+                sums=[self._sums[block] for block in ids] if self._summed is not None else [],
             )
             self._outbox.to_peer.append((lease.peer, news))
             lease.announced = ready
         if lease.first_token is not None:
-            commit = Commit(lease=lease.id, num_tokens=lease.handle.num_tokens, first_token=lease.first_token)
+            commit = Commit(
+                lease=lease.id,
+                num_tokens=lease.handle.num_tokens,
+                first_token=lease.first_token,
+                logprobs=lease.seq.logprobs.get(lease.seq.next_index - 1),
+            )
             self._outbox.to_peer.append((lease.peer, commit))
 
     def _num_final(self, lease: Lease) -> int:
@@ -241,14 +254,14 @@ class LeasingEngine(EngineCore):
     def _is_ticket(lease: Lease, ticket: str) -> bool:
         return hmac.compare_digest(ticket.encode(), lease.handle.ticket.encode())
 
-    def _sums_of(self, blocks: Bytes, ids: Seq[int]) -> list[int]:
-        """Checksums of these final blocks."""
-        return [block_sum(blocks[block]) for block in ids]
-
     def _touch(self, lease: Lease, now: float) -> None:
         """A sign of life of the reader."""
         if lease.first_token is not None:
             lease.deadline = now + self._leasing.lease_s
+
+    def _lost_already(self, peer: bytes, lease: int) -> None:
+        """Its first token was its last, or it was taken back, and the router knows; or it ran out."""
+        self._lost(peer, lease, "there is no such lease any more", lease in self._ended)
 
     def _lost(self, peer: bytes, lease: int, reason: str, ended: bool = False) -> None:
         self._outbox.to_peer.append((peer, LeaseLost(lease=lease, reason=reason, ended=ended)))

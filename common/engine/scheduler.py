@@ -20,8 +20,11 @@ from pagerelay.common.engine.sequence import Sequence
 from pagerelay.common.hashing import PrefixHasher
 from pagerelay.common.kv.blocks import BlockPool
 
+MAX_SCORED_ROWS = 128
+"""Most rows of a prompt in a step where the logits of all are wanted: each is as long as the vocabulary."""
 
-def by_age(sequence: Sequence) -> int:
+
+def by_age(sequence: Sequence) -> float:
     return sequence.order
 
 
@@ -100,8 +103,9 @@ class Scheduler:
     def _admit(self) -> None:
         while self.waiting and len(self.running) + self.num_elsewhere < self._max_num_seqs:
             sequence = self.waiting[0]
-            # At least one token is always computed: its logits are what the answer starts from.
-            cached = self.match_prefix(sequence, sequence.num_tokens - 1)
+            # At least one token is always computed: its logits are what the answer starts from. Where the
+            # prompt's own are wanted, all are.
+            cached = [] if sequence.scores_prompt else self.match_prefix(sequence, sequence.num_tokens - 1)
             if not self.reserve(sequence, cached, headroom=len(self.running) + self.num_elsewhere):
                 return
             self.waiting.pop(0)
@@ -128,6 +132,9 @@ class Scheduler:
                 counts[id(sequence)] = min(sequence.num_remaining, budget)
                 budget -= counts[id(sequence)]
             counts[id(first)] += min(first.num_remaining - counts[id(first)], budget)
+            for sequence in prompts:
+                if sequence.scores_prompt:
+                    counts[id(sequence)] = min(counts[id(sequence)], MAX_SCORED_ROWS)
             chosen += [(sequence, counts[id(sequence)]) for sequence in prompts if counts[id(sequence)]]
         return chosen
 

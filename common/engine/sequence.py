@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from pagerelay.common.kv.blocks import Holder
+from pagerelay.common.model.logits import SampleRequest
 from pagerelay.common.states import Machine
-from pagerelay.common.wire.messages import FinishReason, SamplingParams
+from pagerelay.common.wire.sampling import FinishReason, SamplingParams, TokenLogprobs
 
 
 class Sequence:
@@ -14,18 +15,21 @@ class Sequence:
     decode are that one loop.
 
     ``token_ids`` starts as the job's tokens (a prompt, and after a recovery the answer so far) and grows by
-    what is sampled. ``first_index`` is the output position of the first token sampled here. ``order`` is the
-    request's arrival number: smaller is older. The engine, under its lock, is the only writer.
+    what is sampled. ``first_index`` is the output position of the first token sampled here. ``order`` is
+    when the request arrived at its router, by this worker's clock: smaller is older, whatever router it is.
+    The engine, under its lock, is the only writer.
     """
 
     __slots__ = (
         "attempt",
         "block_ids",
         "doomed",
+        "draft",
         "first_index",
         "holder",
         "in_step",
         "keys",
+        "logprobs",
         "machine",
         "num_cached",
         "num_computed",
@@ -44,7 +48,7 @@ class Sequence:
         owner: str,
         request_id: str,
         attempt: int,
-        order: int,
+        order: float,
         token_ids: Seq[int],
         sampling: SamplingParams,
         first_index: int,
@@ -70,6 +74,11 @@ class Sequence:
         """Prefix-cache keys of its full blocks, made as far as they were needed."""
         self.num_known_blocks = 0
         """Blocks, from the first, that the prefix cache has been told of."""
+        self.logprobs: dict[int, TokenLogprobs] = {}
+        """What was said of the tokens sampled here, by output position, where it was asked for."""
+        self.draft: list[int] = []
+        """Guesses at the tokens to come, computed in the next step beside the last token: those that are
+        sampled are kept."""
         self.in_step = False
         """Its blocks are being read and written by the running step: they may not be given back yet."""
         self.doomed = False
@@ -89,6 +98,16 @@ class Sequence:
         """Output position of the next token to be sampled."""
         return self.first_index + len(self.token_ids) - self.num_given
 
+    @property
+    def num_prompt(self) -> int:
+        """Tokens before output position 0."""
+        return self.num_given - self.first_index
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Are the prompt's log-probabilities wanted, and not told by an earlier attempt?"""
+        return self.sampling.prompt_logprobs is not None and self.first_index == 0
+
     def finish_reason(self, token: int, index: int, eos: Seq[int], max_model_len: int) -> FinishReason | None:
         """Does ``token`` at output position ``index``, already appended, end the answer?"""
         params = self.sampling
@@ -100,7 +119,20 @@ class Sequence:
             return "length"
         return None
 
-    def forbidden(self, index: int, eos: Seq[int]) -> tuple[int, ...]:
+    def sample_request(self, eos: Seq[int], guessed: Seq[int] = ()) -> SampleRequest:
+        """For the token after those here and ``guessed``."""
+        index = self.next_index + len(guessed)
+        if not self.sampling.changes_logits:
+            return SampleRequest(self.sampling, index, self._forbidden(index, eos))
+        return SampleRequest(
+            self.sampling,
+            index,
+            self._forbidden(index, eos),
+            prompt=self.token_ids[: self.num_prompt],
+            output=[*self.token_ids[self.num_prompt :], *guessed],
+        )
+
+    def _forbidden(self, index: int, eos: Seq[int]) -> tuple[int, ...]:
         """Ids that may not be sampled at ``index`` because ``min_tokens`` is not reached."""
         if index >= self.sampling.min_tokens:
             return ()

@@ -15,12 +15,12 @@ from pagerelay.common.model.ops import PagedOps
 @dataclass(frozen=True, slots=True)
 class Row:
     """What one sequence contributes to a step: ``token_ids`` at positions ``start, start + 1, …`` of its
-    context."""
+    context; the logits after the last ``num_logits`` of them are wanted."""
 
     token_ids: Sequence[int]
     start: int
     block_ids: Sequence[int]
-    wants_logits: bool
+    num_logits: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Batch:
 
     token_ids, positions, slots ``[T]`` int64; tables ``[S, max_blocks]`` int32; seq_lens ``[S]`` int32
     (context length including this step's rows); query_starts ``[S + 1]`` int32; logits_rows ``[R]`` int64,
-    the rows whose logits are wanted (R ≥ the number of sequences that want them: the surplus is padding).
+    the rows whose logits are wanted (R ≥ ``num_logits``: the surplus is padding).
     """
 
     token_ids: torch.Tensor
@@ -94,8 +94,7 @@ def build_batch(rows: Sequence[Row], block_size: int, min_rows: int) -> Batch:
         at += length
         query_starts[index + 1] = at
         seq_lens[index] = row.start + length
-        if row.wants_logits:
-            logits_rows.append(at - 1)
+        logits_rows += range(at - row.num_logits, at)
     num_logits = len(logits_rows)
     if num_logits:
         logits_rows += [logits_rows[-1]] * (min_rows - num_logits)

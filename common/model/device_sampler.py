@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from pagerelay.common.model.feed import Feed, current
+from pagerelay.common.model.logits import edit
 from pagerelay.common.model.ops import PagedOps, SamplingOps
 from pagerelay.common.model.sampler import SampleRequest, sample, uniform
 
@@ -41,10 +42,9 @@ class DeviceSampler:
             uniform(p.seed, p.choice, request.position) if p.temperature > 0.0 else 0.0
             for p, request in zip(params, requests, strict=True)
         ]
-        rows = np.repeat(np.arange(len(requests)), [len(request.forbidden) for request in requests])
-        columns = np.asarray([token for request in requests for token in request.forbidden], dtype=np.int64)
         with current(logits.device):
-            *wishes, row, column = self._feed.send(
+            edit(logits, requests, self._feed.send)
+            wishes = self._feed.send(
                 [
                     np.asarray([p.temperature for p in params], dtype=np.float64),
                     # Larger than any vocabulary means none, and has to fit.
@@ -52,11 +52,7 @@ class DeviceSampler:
                     np.asarray([p.top_p for p in params], dtype=np.float64),
                     np.asarray([p.min_p for p in params], dtype=np.float64),
                     np.asarray(numbers, dtype=np.float64),
-                    rows.astype(np.int64),
-                    columns,
                 ]
             )
-            if columns.size:
-                logits.index_put_((row, column), logits.new_full((), float("-inf")))
             tokens: list[int] = self._ops.choose(logits, *wishes).tolist()
         return tokens

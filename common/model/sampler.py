@@ -10,21 +10,11 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from pagerelay.common.wire.messages import SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRequest:
-    """One row to sample: its parameters, the output position, and the ids that may not come yet
-    (``min_tokens``)."""
-
-    params: SamplingParams
-    position: int
-    forbidden: Sequence[int] = ()
+from pagerelay.common.model.logits import SampleRequest as SampleRequest
+from pagerelay.common.model.logits import edit
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
@@ -37,10 +27,8 @@ def uniform(seed: int, choice: int, position: int) -> float:
 
 @torch.inference_mode()
 def sample(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> list[int]:
-    """One token id per row of ``logits`` ``[len(requests), vocab]`` fp32."""
-    for row, request in enumerate(requests):
-        if request.forbidden:
-            logits[row, torch.tensor(request.forbidden)] = float("-inf")
+    """One token id per row of ``logits`` ``[len(requests), vocab]`` fp32, which it may write to."""
+    edit(logits, requests, lambda arrays: [torch.from_numpy(array) for array in arrays])
     tokens: list[int] = logits.argmax(-1).tolist()
     for row, request in enumerate(requests):
         if request.params.temperature > 0.0:

@@ -26,7 +26,6 @@ from pagerelay.common.wire.messages import (
     Detach,
     Detached,
     Fetch,
-    LeaseLost,
     Message,
     Read,
     Release,
@@ -72,14 +71,13 @@ class DataLink:
         self.refresh_endpoint()
         self._task = spawn(self._serve())
 
-    def refresh_endpoint(self) -> str:
+    def refresh_endpoint(self) -> None:
         """What the workers that fetch are told. Looked up again with every Hello: a router's name may not
         resolve at start."""
         host = self._settings.advertise_host
         if host is None and not address.is_loopback(self._settings.data_host):
             host = address.address_towards(self._settings.routers[0])
         self.endpoint = address.join(host or self._settings.data_host, self._port)
-        return self.endpoint
 
     async def stop(self) -> None:
         """The pool may be freed afterwards: whoever had it open has closed it, or is noted as an importer."""
@@ -139,8 +137,7 @@ class DataLink:
         """Sends blocks from the pool, out of the host's memory without a copy: the lease keeps them, and a
         copy made of a block that was given up meanwhile never counts, because its lease is not confirmed."""
         if not self._engine.may_read(peer, message.lease, message.block_ids, now):
-            reason = "there is no such lease any more"
-            await self.send(peer, LeaseLost(lease=message.lease, reason=reason, ended=True))
+            self._changed()  # the answer is in the outbox
             return
         header = encode(Blocks(lease=message.lease, block_ids=message.block_ids))
         try:

@@ -36,7 +36,7 @@ def run_largest_step(
     pool = pool.view(1, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
     sequences = min(max_num_seqs, max_batch_tokens)
     each = max_batch_tokens // sequences
-    row = Row([0] * each, 0, [0] * -(-each // layout.block_size), wants_logits=True)
+    row = Row([0] * each, 0, [0] * -(-each // layout.block_size), num_logits=1)
     batch = build_batch([row] * sequences, layout.block_size, runner.ops.min_rows)
     logits = runner.run(batch, pool)
     params = SamplingParams(max_tokens=1, temperature=1.0, top_k=1, top_p=0.5, min_p=0.1)

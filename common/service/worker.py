@@ -320,18 +320,18 @@ class Worker(ABC):
 
     def hello(self) -> Hello:
         parts = self.parts
+        if self.data is not None:
+            self.data.refresh_endpoint()
         return Hello(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
             role=self.role,
             layout=parts.layout,
             num_blocks=parts.pool.num_blocks,
-            max_num_seqs=parts.limits.max_num_seqs,
             max_model_len=self.engine.max_model_len,
-            eos_token_ids=parts.facts.eos_token_ids,
-            data_endpoint=self.data.refresh_endpoint() if self.data is not None else "",
             transport=parts.backend.name,
             ops=parts.runner.ops.name,
+            prefix_cache=parts.limits.prefix_cache,
             pid=os.getpid(),
             host=socket.gethostname(),
         )

@@ -3,8 +3,8 @@
 =================  ============================================================================
 link               messages
 =================  ============================================================================
-worker → router    Hello, Heartbeat, PrefillStarted, FirstToken, HandedOver, Tokens, Preempted, Suspended,
-                   Failed, Goodbye
+worker → router    Hello, Heartbeat, PrefillStarted, FirstToken, PromptScores, HandedOver, Tokens, Preempted,
+                   Suspended, Failed, Goodbye
 router → worker    Welcome, Refused, Beat, Drain, PrefillJob, DecodeJob, Suspend, Probe, Abort
 D → P              Fetch, Read, Renew, Release, Attach, Detached
 P → D              Ready, Blocks (+ one raw frame a block), Commit, Released, LeaseLost, Detach
@@ -24,14 +24,18 @@ from msgspec import Meta, Struct, field
 
 from pagerelay.common.wire.account import Counters, Load
 from pagerelay.common.wire.pools import PoolAddress
+from pagerelay.common.wire.sampling import Count as Count
+from pagerelay.common.wire.sampling import FinishReason as FinishReason
+from pagerelay.common.wire.sampling import SamplingParams as SamplingParams
+from pagerelay.common.wire.sampling import TokenDelta as TokenDelta
+from pagerelay.common.wire.sampling import TokenLogprobs as TokenLogprobs
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 Role = Literal["prefill", "decode", "colocated"]
-FinishReason = Literal["stop", "length"]
 
-Count = Annotated[int, Meta(ge=0)]
-Share = Annotated[float, Meta(ge=0, le=1)]
+Age = Annotated[float, Meta(ge=0, le=1e9)]
+"""Seconds."""
 Interval = Annotated[float, Meta(gt=0, le=86400)]
 """Seconds. Bounds are checked when a message is decoded, and refuse NaN."""
 
@@ -41,27 +45,6 @@ class Message(Struct, frozen=True, kw_only=True, gc=False, tag=True, array_like=
 
 
 # ------------------------------------------------------------------------------------------------ values
-
-
-class SamplingParams(Struct, frozen=True, kw_only=True, gc=False):
-    """How to choose tokens; validated by the router, and by bounds at decoding.
-
-    Randomness is a function of (``seed``, ``choice``, output position) alone, so neither the batch nor the
-    worker nor a recovery changes a token. ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p``
-    0 are off. ``max_tokens`` and ``min_tokens`` count output tokens from position 0, those before a recovery
-    included.
-    """
-
-    max_tokens: Count
-    temperature: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
-    top_k: Count = 0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    min_p: Share = 0.0
-    seed: Count = 0
-    choice: Count = 0
-    min_tokens: Count = 0
-    ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
 
 
 class Layout(Struct, frozen=True, kw_only=True):
@@ -109,17 +92,6 @@ class KvHandle(Struct, frozen=True, kw_only=True):
     """Secret of the lease: who shows it was sent by the router."""
 
 
-class TokenDelta(Struct, frozen=True, kw_only=True, gc=False):
-    """One output token. ``index`` is its position in the output, so a repeated one is recognised and
-    dropped."""
-
-    request_id: str
-    attempt: int
-    index: int
-    token: int
-    finish_reason: FinishReason | None = None
-
-
 # ------------------------------------------------------------------------------------- worker → router
 
 
@@ -129,12 +101,10 @@ class Hello(Message, frozen=True):
     role: Role
     layout: Layout
     num_blocks: int
-    max_num_seqs: int
     max_model_len: int
-    eos_token_ids: tuple[int, ...]
-    data_endpoint: str = ""
     transport: str = ""
     ops: str = ""
+    prefix_cache: bool = False
     pid: int = 0
     host: str = ""
     epoch: int = 0
@@ -163,6 +133,16 @@ class FirstToken(Message, frozen=True):
 
 class Tokens(Message, frozen=True):
     deltas: list[TokenDelta]
+
+
+class PromptScores(Message, frozen=True):
+    """Log-probabilities of the prompt's tokens ``first, first + 1, …``; each part comes once, in order, and
+    all of them before the first token."""
+
+    request_id: str
+    attempt: int
+    first: Annotated[int, Meta(ge=1)]
+    scores: list[TokenLogprobs]
 
 
 class HandoverPhases(Struct, frozen=True, kw_only=True):
@@ -245,8 +225,8 @@ class Drain(Message, frozen=True):
 class PrefillJob(Message, frozen=True):
     request_id: str
     attempt: int
-    order: int
-    """Arrival number at the router: smaller is older, and older goes first."""
+    age_s: Age
+    """Since the request arrived at the router, at this dispatch: the oldest goes first."""
     token_ids: list[int]
     sampling: SamplingParams
     first_index: Count
@@ -256,7 +236,7 @@ class PrefillJob(Message, frozen=True):
 class DecodeJob(Message, frozen=True):
     request_id: str
     attempt: int
-    order: int
+    age_s: Age
     token_ids: list[int]
     sampling: SamplingParams
     first_index: Count
@@ -361,6 +341,8 @@ class Commit(Message, frozen=True):
     lease: int
     num_tokens: int
     first_token: int
+    logprobs: TokenLogprobs | None = None
+    """Of that token."""
 
 
 class Released(Message, frozen=True):
@@ -385,6 +367,7 @@ ToRouter = (
     | PrefillStarted
     | FirstToken
     | Tokens
+    | PromptScores
     | HandedOver
     | Preempted
     | Suspended

@@ -27,13 +27,14 @@ from pagerelay.common.wire.messages import (
     PrefillJob,
     PrefillStarted,
     Probe,
+    PromptScores,
     Role,
     Suspend,
     Suspended,
     Tokens,
 )
 
-_ANY_SENDS: frozenset[type[Message]] = frozenset({Hello, Heartbeat, Failed, Goodbye})
+_ANY_SENDS: frozenset[type[Message]] = frozenset({Hello, Heartbeat, PromptScores, Failed, Goodbye})
 _ANY_GETS: frozenset[type[Message]] = frozenset({Abort, Drain, Probe})
 _DECODE_SENDS: frozenset[type[Message]] = _ANY_SENDS | {HandedOver, Tokens, Preempted, Suspended}
 _DECODE_GETS: frozenset[type[Message]] = _ANY_GETS | {DecodeJob, Suspend}

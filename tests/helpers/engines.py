@@ -242,7 +242,7 @@ def prefill_job(
     return PrefillJob(
         request_id=request_id,
         attempt=attempt,
-        order=order,
+        age_s=1000.0 - order,
         token_ids=list(tokens),
         sampling=sampling or greedy(),
         first_index=first_index,
@@ -262,7 +262,7 @@ def decode_job(
     return DecodeJob(
         request_id=request_id,
         attempt=attempt,
-        order=order,
+        age_s=1000.0 - order,
         token_ids=list(tokens),
         sampling=sampling or greedy(),
         first_index=first_index,

@@ -61,18 +61,22 @@ class Partitions(Struct, frozen=True, kw_only=True):
 
 
 class Point(Struct, frozen=True, kw_only=True):
-    """A process gets ``signal`` when a request is at a place: a state of its machine ("RUNNING"), "chunk:2"
-    (two chunks of its prompt are computed), or "token:7" (its token of index 7 is made, and not sent yet).
+    """What happens when a request is at a place: a state of its machine ("RUNNING"), "chunk:2" (two chunks of
+    its prompt are computed), or "token:7" (its token of index 7 is made, and not sent yet).
 
-    ``victim`` "self" is the process in which it happens; "peer" the prefill worker that a decode worker had
-    the KV from.
+    ``victim`` "self" is the process in which it happens; "peer" the worker that a decode worker had the KV
+    from.
     """
 
     role: str
     at: str
     victim: Literal["self", "peer"] = "self"
-    signal: int = 9
     attempt: int = 1
+    does: Literal["signal", "starve", "break fetch", "stall fetch", "hang"] = "signal"
+    """The victim gets ``signal``; no block is found for the request's next token; its fetch fails, or stands
+    still before it has begun; the next step takes ``hang_s`` longer."""
+    signal: int = 9
+    hang_s: float = 0.0
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -84,7 +88,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     partitions: Partitions | None = None
     lose: dict[str, int] = {}
     """Message type → how many of them each start of a process loses, from its first."""
-    points: dict[str, Point] = {}
+    points: dict[str, tuple[Point, ...]] = {}
     """By the request's ``seed``, which travels with it in any sampling: a test names its request by that."""
     folder: str = ""
     """Logs, process ids and ledgers are written here."""

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from faults import PASS, STORM_FLAG, Direction, Fate, Link, Plan, read_plan
+from faults import PASS, STORM_FLAG, Direction, Fate, Link, Plan, Point, read_plan
 from msgspec.structs import replace
 
 from pagerelay.cli.main import main
@@ -198,8 +198,12 @@ class WatchedMachine(states.Machine):
 def watch_requests(faults: Faults) -> None:
     """Patches the engines so that every place of a request is looked up in the plan's points."""
     from pagerelay.common.engine.core import EngineCore
+    from pagerelay.common.engine.scheduler import Scheduler
+    from pagerelay.common.errors import TransferError
+    from pagerelay.common.model.runner import ModelRunner
     from pagerelay.common.service.worker import Worker
     from pagerelay.decode_svc import engine as decode
+    from pagerelay.decode_svc import worker as decode_worker
     from pagerelay.prefill_svc import engine as prefill
 
     plan, folder = faults.plan, Path(faults.plan.folder)
@@ -207,23 +211,63 @@ def watch_requests(faults: Faults) -> None:
     givers: dict[str, str] = {}
     chunks: dict[str, int] = {}
 
+    starved: set[str] = set()
+    fetches: dict[str, str] = {}
+    hangs: list[float] = []
+
     def at(seq: Any, place: str) -> None:
-        point = plan.points.get(str(seq.sampling.seed))
-        if point is None or (point.role, point.at, point.attempt) != (role, place, seq.attempt):
-            return
+        for point in plan.points.get(str(seq.sampling.seed), ()):
+            if (point.role, point.at, point.attempt) == (role, place, seq.attempt):
+                carry_out(point, seq)
+
+    def carry_out(point: Point, seq: Any) -> None:
+        head = f"point {point.at} of {seq.sampling.seed} : {point.does}"
+        if point.does != "signal":
+            faults.note(head)
+        if point.does == "starve":
+            starved.add(seq.request_id)
+        elif point.does == "hang":
+            hangs.append(point.hang_s)
+        elif point.does != "signal":
+            fetches[seq.request_id] = point.does
+        else:
+            send_signal(point, seq, head)
+
+    def send_signal(point: Point, seq: Any, head: str) -> None:
         pid = os.getpid()
         if point.victim == "peer":
             file = folder / f"{givers.get(seq.request_id)}.pid"
             if not file.exists():
                 return
             pid = int(file.read_text())
-        faults.note(f"point {place} of {seq.sampling.seed}: signal {point.signal} to {point.victim}")
+        faults.note(f"{head} {point.signal} to {point.victim}")
         os.kill(pid, point.signal)
+
+    has_room, run_model, fetch_prompt = Scheduler._has_room, ModelRunner.run, decode_worker.fetch_prompt
+
+    def watched_has_room(self: Any, sequence: Any) -> bool:
+        if sequence.request_id not in starved:
+            return has_room(self, sequence)
+        starved.discard(sequence.request_id)
+        return bool(self._on_short(sequence)) and has_room(self, sequence)
+
+    def watched_run_model(self: Any, *rest: Any) -> Any:
+        if hangs:
+            time.sleep(hangs.pop())
+        return run_model(self, *rest)
+
+    async def watched_fetch(intake: Any, *rest: Any, **more: Any) -> Any:
+        does = fetches.pop(intake.seq.request_id, "")
+        if does == "break fetch":
+            raise TransferError("the plan breaks this fetch")
+        if does == "stall fetch":
+            await asyncio.sleep(3600)
+        return await fetch_prompt(intake, *rest, **more)
 
     accept, sampled, fetched = EngineCore._accept, decode.DecodeEngine._sampled, decode.DecodeEngine.fetched
 
-    def watched_accept(self: Any, owner: str, job: Any, machine: Any) -> Any:
-        seq = accept(self, owner, job, machine)
+    def watched_accept(self: Any, owner: str, job: Any, machine: Any, *rest: Any) -> Any:
+        seq = accept(self, owner, job, machine, *rest)
         if seq is not None:
             if getattr(job, "handle", None) is not None:
                 givers[job.request_id] = job.handle.worker_id
@@ -231,9 +275,10 @@ def watch_requests(faults: Faults) -> None:
             at(seq, machine.state)
         return seq
 
-    def watched_sampled(self: Any, seq: Any, token: int, index: int) -> None:
-        sampled(self, seq, token, index)
+    def watched_sampled(self: Any, seq: Any, token: int, index: int) -> bool:
+        goes_on = sampled(self, seq, token, index)
         at(seq, f"token:{index}")
+        return goes_on
 
     def watched_fetched(self: Any, seq: Any, *rest: Any, **more: Any) -> None:
         fetched(self, seq, *rest, **more)
@@ -248,9 +293,10 @@ def watch_requests(faults: Faults) -> None:
 
     first_sampled = prefill.PrefillEngine._sampled
 
-    def watched_first(self: Any, seq: Any, token: int, index: int) -> None:
-        first_sampled(self, seq, token, index)
+    def watched_first(self: Any, seq: Any, token: int, index: int) -> bool:
+        goes_on = first_sampled(self, seq, token, index)
         at(seq, f"token:{index}")
+        return goes_on
 
     check = Worker._check_ledger
 
@@ -275,6 +321,9 @@ def watch_requests(faults: Faults) -> None:
         (folder / f"{self.worker_id}.pid").write_text(str(os.getpid()))
         return await run(self, *rest)
 
+    Scheduler._has_room = watched_has_room  # type: ignore[method-assign]
+    ModelRunner.run = watched_run_model  # type: ignore[method-assign]
+    decode_worker.fetch_prompt = watched_fetch
     prefill.Machine = decode.Machine = WatchedMachine  # type: ignore[misc]
     EngineCore._accept = watched_accept  # type: ignore[method-assign]
     decode.DecodeEngine._sampled = watched_sampled  # type: ignore[method-assign]

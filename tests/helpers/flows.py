@@ -52,16 +52,16 @@ def hello(worker_id: str, **changes: Any) -> Hello:
         role="decode",
         layout=structs.replace(layout, **of_layout),
         num_blocks=64,
-        max_num_seqs=8,
         max_model_len=2000,
-        eos_token_ids=(0,),
         host="here",
     )
     return structs.replace(message, **{name: v for name, v in changes.items() if name not in of_layout})
 
 
 def registry(clock: Clock) -> WorkerRegistry:
-    return WorkerRegistry(model_digest="model", clock=clock, heartbeat_s=0.5, dead_s=3.0, context_len=1000)
+    return WorkerRegistry(
+        model_digest="model", clock=clock, heartbeat_s=0.5, dead_s=3.0, stuck_s=60.0, context_len=1000
+    )
 
 
 class Links:
@@ -129,7 +129,6 @@ class House:
     ) -> Driven:
         flow = RequestFlow(
             request_id="r",
-            order=7,
             prompt=prompt,
             sampling=sampling,
             links=self.links,  # type: ignore[arg-type]
@@ -161,7 +160,7 @@ class Driven:
         self.prompt, self.sampling = prompt, sampling
 
     def handle(self, num_tokens: int | None = None) -> KvHandle:
-        tokens = len(self.prompt) + len(self.flow.emitted) if num_tokens is None else num_tokens
+        tokens = len(self.prompt) + len(self.flow.journal.tokens) if num_tokens is None else num_tokens
         return handle_for(1, tokens, self.house.pool)
 
     def delta(
@@ -254,7 +253,7 @@ class Driven:
         return PrefillJob(
             request_id="r",
             attempt=attempt,
-            order=7,
+            age_s=0.0,
             token_ids=self.prompt + (emitted or []),
             sampling=self.sampling,
             first_index=len(emitted or []),
@@ -266,7 +265,7 @@ class Driven:
         return DecodeJob(
             request_id="r",
             attempt=attempt,
-            order=7,
+            age_s=0.0,
             token_ids=self.prompt + (emitted or []),
             sampling=self.sampling,
             first_index=len(emitted or []),

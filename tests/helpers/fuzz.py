@@ -100,7 +100,7 @@ class Attack:
         prefill, decode = self.peers["prefill"], self.peers["decode"]
         sampling = m.SamplingParams(max_tokens=3, temperature=0.0)
         job = m.PrefillJob(
-            request_id="seed", attempt=1, order=1, token_ids=PROMPT, sampling=sampling, first_index=0
+            request_id="seed", attempt=1, age_s=0.0, token_ids=PROMPT, sampling=sampling, first_index=0
         )
         await self.router.send_multipart([prefill[0], encode(job)])
         await self.until(lambda: self.handle is not None)
@@ -235,7 +235,7 @@ class Attack:
                 await self.router.send_multipart([decoder, encode(gone)])
             jobs += 1
             job = m.DecodeJob(
-                request_id=f"fuzz-{jobs}", attempt=1, order=1, token_ids=PROMPT,
+                request_id=f"fuzz-{jobs}", attempt=1, age_s=0.0, token_ids=PROMPT,
                 sampling=m.SamplingParams(max_tokens=2, temperature=0.0), first_index=0, handle=handle,
             )  # fmt: skip
             await self.router.send_multipart([decoder, encode(job)])

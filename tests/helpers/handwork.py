@@ -104,7 +104,7 @@ class Hands:
         common: dict[str, Any] = {
             "request_id": request.request_id,
             "attempt": request.attempt,
-            "order": request.order,
+            "age_s": 1000.0 - request.order,
             "token_ids": request.prompt + request.emitted,
             "sampling": request.sampling,
             "first_index": len(request.emitted),
@@ -123,7 +123,7 @@ class Hands:
         job = DecodeJob(
             request_id=request.request_id,
             attempt=request.attempt,
-            order=request.order,
+            age_s=1000.0 - request.order,
             token_ids=request.prompt + request.emitted[: handle.num_tokens - len(request.prompt)],
             sampling=request.sampling,
             first_index=max(0, handle.num_tokens - len(request.prompt)),
@@ -205,7 +205,7 @@ class Hands:
     def _at_prefill(self, message: Any) -> None:
         match message:
             case PrefillJob():
-                self.p.submit(ROUTER, message)
+                self.p.submit(ROUTER, message, 0.0)
             case Abort():
                 self.p.abort(message.request_id, message.attempt)
             case Fetch():
@@ -220,7 +220,7 @@ class Hands:
 
     def _at_decode(self, message: Any) -> None:
         if isinstance(message, DecodeJob):
-            self.d.submit(ROUTER, message)
+            self.d.submit(ROUTER, message, 0.0)
         elif isinstance(message, Abort):
             self.d.abort(message.request_id, message.attempt)
         elif isinstance(message, Suspend):

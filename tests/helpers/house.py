@@ -123,7 +123,6 @@ class House:
         self.count += 1
         return RequestFlow(
             request_id=f"r{self.count}",
-            order=self.count,
             prompt=prompt,
             sampling=greedy(max_tokens),
             links=self.links,
@@ -159,7 +158,7 @@ class House:
         for flow in flows:
             await flow.start()
             async with asyncio.timeout(30):
-                while len(flow.emitted) < 3 or flow.state != "DECODING":
+                while len(flow.journal.tokens) < 3 or flow.state != "DECODING":
                     await flow.next()
         return flows
 
@@ -169,7 +168,7 @@ class House:
             code, *_ = await asyncio.gather(self.stop(worker_id), *(self.finish(flow) for flow in flows))
         assert code == 0
         for flow in flows:
-            assert flow.emitted == answer(flow._prompt, 34)
+            assert flow.journal.tokens == answer(flow.journal.prompt, 34)
             assert flow.recoveries == 0
         moved = self.metrics.collector.get_sample_value("pagerelay_moved_requests_total")
         assert moved == len(flows)

@@ -1,4 +1,5 @@
-"""Each of P and D killed at every state of a request and at every token of its stream: what clients saw.
+"""Each of P and D killed at every state of a request and at every token of its stream, and each end of a
+hand-over from D to D at every state: what clients saw.
 
 ``python tests/helpers/killmatrix.py`` prints the whole table; ``make kill-matrix`` calls it.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,11 +37,37 @@ SETTINGS: dict[str, object] = {
     "cache__prefix_cache": "false",
     "router__request_timeout_s": 60,
 }
+HANDOVER_TOKENS = 120
 STATES = {
-    "prefill": ("WAITING", "COMPUTING", "chunk:1", "chunk:2", "chunk:3", "LEASED", "RELEASED"),
-    "decode": ("QUEUED", "RESERVED", "FETCHING", "READY", "RUNNING"),
+    role: places.split()
+    for role, places in {
+        "prefill": "WAITING COMPUTING chunk:1 chunk:2 chunk:3 LEASED RELEASED EXPIRED ABORTED",
+        "decode": "QUEUED RESERVED FETCHING READY RUNNING FINISHED PREEMPTED FETCH_FAILED ABORTED",
+        "giver": "LEASED RELEASED EXPIRED ABORTED",
+        "taker": "QUEUED RESERVED FETCHING READY RUNNING token:60 FINISHED PREEMPTED FETCH_FAILED ABORTED",
+    }.items()
 }
-"""FINISHED, too, on D. Not the states in which a worker has given a request up already."""
+"""By who dies. A giver is a decode worker that drains and hands its sequence over to the taker."""
+
+
+def _on(role: str, at: str, **how: Any) -> Point:
+    return Point(role=role, at=at, **how)
+
+
+FIRST = {
+    ("prefill", "EXPIRED"): _on("decode", "FETCHING", does="stall fetch"),
+    ("prefill", "ABORTED"): _on("decode", "FETCHING"),
+    ("decode", "PREEMPTED"): _on("decode", "token:7", does="starve"),
+    ("decode", "FETCH_FAILED"): _on("decode", "FETCHING", does="break fetch"),
+    ("decode", "ABORTED"): _on("decode", "FETCHING", victim="peer"),
+    ("giver", "EXPIRED"): _on("decode", "FETCHING", attempt=2, does="stall fetch"),
+    ("giver", "ABORTED"): _on("decode", "FETCHING", attempt=2),
+    ("taker", "PREEMPTED"): _on("decode", "token:60", attempt=2, does="starve"),
+    ("taker", "FETCH_FAILED"): _on("decode", "FETCHING", attempt=2, does="break fetch"),
+    ("taker", "ABORTED"): _on("decode", "FETCHING", attempt=2, victim="peer"),
+}
+"""What has to go wrong before the state is reached at all."""
+DRAIN = _on("decode", "token:3", signal=signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -50,10 +78,17 @@ class Cell:
     seed: int
 
     @property
-    def point(self) -> Point:
+    def hands_over(self) -> bool:
+        return self.role in ("giver", "taker")
+
+    @property
+    def points(self) -> tuple[Point, ...]:
         if self.role == "prefill" and self.at.startswith("token:") and self.at != "token:0":
-            return Point(role="decode", at=self.at, victim="peer")  # when D makes that token
-        return Point(role=self.role, at=self.at)
+            return (_on("decode", self.at, victim="peer"),)  # when D makes that token
+        role = "decode" if self.hands_over else self.role
+        death = _on(role, self.at, attempt=2 if self.role == "taker" else 1)
+        first = FIRST.get((self.role, self.at))
+        return (*((DRAIN,) if self.hands_over else ()), *((first,) if first else ()), death)
 
     @property
     def body(self) -> dict[str, Any]:
@@ -61,7 +96,7 @@ class Cell:
         fields = {"temperature": 0.8, "top_p": 0.95} if self.sampled else {"temperature": 0}
         return {
             "prompt": prompt,
-            "max_tokens": NUM_TOKENS,
+            "max_tokens": HANDOVER_TOKENS if self.hands_over else NUM_TOKENS,
             "ignore_eos": True,
             "stream": True,
             "seed": self.seed,
@@ -83,7 +118,6 @@ class Result:
 def cells(every: int = 1) -> list[Cell]:
     """All, or each ``every``-th of them."""
     places = [(role, state) for role, states in STATES.items() for state in states]
-    places += [("decode", "FINISHED")]
     places += [(role, f"token:{index}") for index in range(LAST_INDEX + 1) for role in ("prefill", "decode")]
     made = [
         Cell(role, at, sampled, 100_000 + 2 * number + sampled)
@@ -126,25 +160,28 @@ class Matrix:
         await self.all_here()
         ids, gap_s, recoveries, error = await stream(self.cluster.url, cell.body)
         # FINISHED and P's last states come with or after the client's last byte.
-        killed = await self.revive_dead(within_s=2.0)
+        deadline = time.monotonic() + 2.0
+        while not (killed := self._all_happened(cell)) and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.1)  # until the kernel has buried the dead
         return Result(cell, self.transport, ids == expected, killed, gap_s, recoveries, error)
 
-    async def revive_dead(self, within_s: float) -> bool:
-        deadline = time.monotonic() + within_s
-        while True:
-            dead = [n for n in self.names if self.cluster.child(n).process.poll() is not None]
-            for name in dead:
-                self.cluster.revive(name)
-            if dead or time.monotonic() > deadline:
-                return bool(dead)
-            await asyncio.sleep(0.02)
+    def _all_happened(self, cell: Cell) -> bool:
+        """Every point of the cell, by the workers' logs."""
+        logs = (log.read_text() for log in self.cluster.launcher.plan_folder.glob("*.log"))
+        return sum(log.count(f" of {cell.seed} : ") for log in logs) == len(cell.points)
 
     async def all_here(self) -> None:
-        """Every start of every worker is here, and nobody who is dead is thought to be."""
-        pids = {self.cluster.child(name).process.pid for name in self.names}
+        """Every start of every worker is here, and nobody who is dead or drains is thought to be. Starts
+        again what has ended."""
 
         async def here() -> bool:
-            return {w["pid"] for w in await self.cluster.workers()} == pids
+            for name in self.names:
+                if self.cluster.child(name).process.poll() is not None:
+                    self.cluster.revive(name)
+            pids = {self.cluster.child(name).process.pid for name in self.names}
+            workers = await self.cluster.workers()
+            return {w["pid"] for w in workers} == pids and all(w["state"] == "ready" for w in workers)
 
         await self.cluster.until("all workers are here", here, 60)
 
@@ -152,9 +189,10 @@ class Matrix:
 @contextmanager
 def doomed(model: Path, wanted: list[Cell], transport: str, **settings: object) -> Iterator[Cluster]:
     with tempfile.TemporaryDirectory(prefix="pagerelay-matrix-") as folder:
-        points = {str(cell.seed): cell.point for cell in wanted}
+        points = {str(cell.seed): cell.points for cell in wanted}
         plan = Plan(seed=0, points=points, folder=folder)
-        shape: dict[str, object] = {"cluster__prefill": 2, "cluster__decode": 2}
+        shape: dict[str, object] = {"cluster__prefill": 2, "cluster__decode": 3}
+        shape |= {"worker__drain": "hand-over", "worker__lease_s": 1.6}
         with stormy(model, plan, worker__transport=transport, **(shape | SETTINGS | settings)) as cluster:
             yield cluster
 
@@ -184,15 +222,18 @@ def passed(result: Result) -> bool:
     return result.exact and result.killed and result.gap_s <= GAP_S
 
 
+NAMES = {"prefill": "P", "decode": "D", "giver": "D giving", "taker": "D taking"}
+
+
 def table(results: list[Result]) -> str:
     """A row for each place: cells that passed of those tried, and the longest gap."""
     by_place: dict[tuple[str, str], list[Result]] = {}
     for result in results:
         at = result.cell.at
-        if at.startswith("token:"):
+        if at.startswith("token:") and not result.cell.hands_over:
             tens = int(at[6:]) // 10 * 10
             at = f"token {tens}…{min(tens + 9, LAST_INDEX)}"
-        by_place.setdefault(({"prefill": "P", "decode": "D"}[result.cell.role], at), []).append(result)
+        by_place.setdefault((NAMES[result.cell.role], at), []).append(result)
     columns = [(t, s) for t in ("shm", "tcp") for s in (False, True)]
     head = ["killed at", *(f"{t} {'sampled' if s else 'greedy'}" for t, s in columns), "longest gap"]
     lines = [" | ".join(head), " | ".join("---" for _ in head)]

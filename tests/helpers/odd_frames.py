@@ -24,7 +24,7 @@ def samples(hello: m.Hello, handle: m.KvHandle) -> dict[str, list[m.Message]]:
     delta = m.TokenDelta(request_id="r", attempt=1, index=0, token=5)
     sampling = m.SamplingParams(max_tokens=3, temperature=0.0)
     job: dict[str, Any] = {
-        "request_id": "r", "attempt": 1, "order": 1, "token_ids": PROMPT, "sampling": sampling,
+        "request_id": "r", "attempt": 1, "age_s": 0.0, "token_ids": PROMPT, "sampling": sampling,
         "first_index": 0,
     }  # fmt: skip
     return {

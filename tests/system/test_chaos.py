@@ -19,6 +19,8 @@ from chaos import STORM, Storm, asks, expected, stormy
 from cluster import Cluster
 from faults import Partitions, Plan, Point, Rates
 
+from pagerelay.common import states
+
 FAST = Rates(drop=0.01, duplicate=0.01, delay=0.02, corrupt=0.005, reorder=0.005, truncate=0.005)
 
 
@@ -70,10 +72,19 @@ async def test_a_storm_leaves_exact_tokens_or_typed_errors_and_no_block_behind(
     assert outcome.errors <= 1
 
 
+def test_the_matrix_has_every_state_of_a_worker() -> None:
+    at = {role: {c.at for c in killmatrix.cells() if c.role == role} for role in killmatrix.STATES}
+    assert states.PREFILL.keys() <= at["prefill"]
+    assert states.DECODE.keys() <= at["decode"] | at["giver"]
+    assert states.DECODE.keys() <= at["giver"] | at["taker"]
+
+
 async def test_killed_at_some_of_the_places_of_the_matrix(tiny_dir: Path) -> None:
     every = killmatrix.cells()
-    places = {("prefill", "chunk:2"), ("decode", "FETCHING"), ("decode", "token:7"), ("prefill", "token:3")}
+    places = {("prefill", "chunk:2"), ("prefill", "ABORTED"), ("decode", "token:7"), ("decode", "PREEMPTED")}
+    places |= {("giver", "LEASED"), ("taker", "FETCHING")}
     wanted = [c for c in every if (c.role, c.at) in places and c.sampled == (c.seed % 4 > 1)]
+    assert len(wanted) == len(places)
     results = await killmatrix.run_cells(tiny_dir, wanted, "shm")
     assert all(map(killmatrix.passed, results)), killmatrix.table(results)
 
@@ -83,8 +94,8 @@ async def test_blocks_of_the_dead_come_back_and_a_restarted_worker_serves_at_onc
 ) -> None:
     """D dies with P's blocks leased to it; P dies with D's blocks reserved for it; nobody else restarts."""
     points = {
-        "1": Point(role="decode", at="FETCHING"),
-        "2": Point(role="prefill", at="chunk:1"),
+        "1": (Point(role="decode", at="FETCHING"),),
+        "2": (Point(role="prefill", at="chunk:1"),),
     }
     shape: dict[str, object] = killmatrix.SETTINGS | {"cluster__prefill": 1, "cluster__decode": 1}
     with stormy(tiny_dir, Plan(seed=0, points=points, folder=folder), **shape) as cluster:

@@ -103,7 +103,7 @@ def prefill_job(marker: int, max_tokens: int) -> wire.PrefillJob:
     return wire.PrefillJob(
         request_id=f"r{marker}",
         attempt=1,
-        order=marker,
+        age_s=float(marker),
         token_ids=[1, 2, 3],
         sampling=sampling,
         first_index=0,
@@ -127,7 +127,7 @@ def test_a_request_is_answered_word_by_word(workers: Any, router: RouterEnd, tim
     first = answer_of(router, wire.FirstToken).delta
     assert (first.request_id, first.attempt, first.index, first.finish_reason) == ("r2", 1, 0, None)
     decode = wire.DecodeJob(
-        request_id="r2", attempt=1, order=2, token_ids=job.token_ids, sampling=job.sampling, first_index=0,
+        request_id="r2", attempt=1, age_s=2.0, token_ids=job.token_ids, sampling=job.sampling, first_index=0,
         handle=started.handle,
     )  # fmt: skip
     router.send("decode", decode)
@@ -148,7 +148,7 @@ def test_all_running_requests_share_a_step_and_an_aborted_one_stops(workers: Any
     for marker in (0, 1):
         job = prefill_job(marker, max_tokens=4)
         decode = wire.DecodeJob(
-            request_id=job.request_id, attempt=1, order=0, token_ids=[1], sampling=job.sampling,
+            request_id=job.request_id, attempt=1, age_s=0.0, token_ids=[1], sampling=job.sampling,
             first_index=0, handle=None,
         )  # fmt: skip
         router.send("decode", decode)
@@ -184,7 +184,7 @@ def test_a_refusal_for_good_ends_them(
 
 def test_the_words_are_whole_ones_with_a_space_in_front(model_path: Path) -> None:
     model = read_model(model_path)
-    assert (model.words, model.eos_token_ids, model.max_model_len) == ((2, 3, 5), (0,), 512)
+    assert (model.words, model.max_model_len) == ((2, 3, 5), 512)
     (model_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0}}}))
     with pytest.raises(ValueError, match="no words"):
         read_model(model_path)

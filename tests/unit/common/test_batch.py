@@ -13,9 +13,9 @@ def as_lists(batch: Batch) -> dict[str, list[int] | list[list[int]]]:
 
 
 def test_prefill_chunk_and_decode_rows_in_one_step() -> None:
-    decode = Row([11], start=6, block_ids=[5, 2], wants_logits=True)
-    chunk = Row([20, 21, 22], start=3, block_ids=[7, 1, 9], wants_logits=False)
-    last = Row([30, 31], start=0, block_ids=[4], wants_logits=True)
+    decode = Row([11], start=6, block_ids=[5, 2], num_logits=1)
+    chunk = Row([20, 21, 22], start=3, block_ids=[7, 1, 9], num_logits=0)
+    last = Row([30, 31], start=0, block_ids=[4], num_logits=1)
     batch = build_batch([decode, chunk, last], block_size=4, min_rows=1)
     assert as_lists(batch) == {
         "token_ids": [11, 20, 21, 22, 30, 31],
@@ -34,7 +34,7 @@ def test_prefill_chunk_and_decode_rows_in_one_step() -> None:
 
 
 def test_padding_rows_write_nowhere_and_attend_to_nothing() -> None:
-    batch = build_batch([Row([11], start=4, block_ids=[3, 6], wants_logits=True)], block_size=4, min_rows=4)
+    batch = build_batch([Row([11], start=4, block_ids=[3, 6], num_logits=1)], block_size=4, min_rows=4)
     assert as_lists(batch) == {
         "token_ids": [11, 0, 0, 0],
         "positions": [4, 0, 0, 0],
@@ -48,7 +48,7 @@ def test_padding_rows_write_nowhere_and_attend_to_nothing() -> None:
 
 
 def test_no_padding_where_there_are_rows_enough() -> None:
-    row = Row([1, 2, 3, 4, 5], start=0, block_ids=[0, 1], wants_logits=False)
+    row = Row([1, 2, 3, 4, 5], start=0, block_ids=[0, 1], num_logits=0)
     batch = build_batch([row], block_size=4, min_rows=4)
     assert as_lists(batch)["slots"] == [0, 1, 2, 3, 4]
     assert as_lists(batch)["logits_rows"] == []
@@ -57,5 +57,5 @@ def test_no_padding_where_there_are_rows_enough() -> None:
 
 def test_a_slot_beyond_two_to_the_31_keeps_its_number() -> None:
     block = 2**31 // 16 + 5
-    batch = build_batch([Row([1], start=17, block_ids=[0, block], wants_logits=True)], 16, 1)
+    batch = build_batch([Row([1], start=17, block_ids=[0, block], num_logits=1)], 16, 1)
     assert as_lists(batch)["slots"] == [block * 16 + 1]

@@ -48,7 +48,7 @@ SAMPLING = m.SamplingParams(
 JOB: dict[str, Any] = {
     "request_id": "r",
     "attempt": 2,
-    "order": 9,
+    "age_s": 0.5,
     "token_ids": [0, 1, 2**31],
     "sampling": SAMPLING,
     "first_index": 1,
@@ -67,15 +67,14 @@ LINKS: list[tuple[str, Any, list[m.Message]]] = [
                 role="colocated",
                 layout=LAYOUT,
                 num_blocks=1,
-                max_num_seqs=2,
                 max_model_len=3,
-                eos_token_ids=(0, 2),
                 pid=1,
             ),
             m.Heartbeat(load=LOAD, counters=COUNTERS),
             m.PrefillStarted(request_id="r", attempt=1, handle=HANDLE, queued_s=0.5, num_cached_tokens=4),
             m.FirstToken(delta=DELTA, prefill_s=0.25, num_computed_tokens=6),
             m.Tokens(deltas=[DELTA, DELTA]),
+            m.PromptScores(request_id="r", attempt=1, first=1, scores=[m.TokenLogprobs(-0.5, ((3, -0.5),))]),
             m.HandedOver(
                 request_id="r", attempt=1, first=DELTA, transport="shm", handover_s=0.1, num_bytes=2**40
             ),

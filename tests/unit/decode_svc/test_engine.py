@@ -52,7 +52,7 @@ def submit(
 ) -> None:
     """A job with a handle, or without one: ``lease=None``."""
     handle = None if lease is None else handle_for(lease, len(prompt), engine.pool)
-    engine.submit(owner, decode_job(request_id, prompt, sampling, handle=handle, **job))
+    engine.submit(owner, decode_job(request_id, prompt, sampling, handle=handle, **job), 0.0)
 
 
 def copy_in(engine: DecodeEngine, intake: Intake) -> None:
@@ -571,7 +571,7 @@ def take_over(source: DecodeEngine, target: DecodeEngine, suspended: Suspended, 
     """What the router and the target's worker do: the job, the fetch block by block, the confirmation."""
     handle = suspended.handle
     job = decode_job("r", tokens, greedy(12), attempt=2, first_index=len(tokens) - len(PROMPT), handle=handle)
-    target.submit("router", job)
+    target.submit("router", job, 0.0)
     (intake,) = target.admit()
     fetch = Fetch(
         lease=handle.lease,

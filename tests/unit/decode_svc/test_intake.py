@@ -25,7 +25,8 @@ from pagerelay.common.wire.messages import (
 )
 from pagerelay.common.wire.pools import PoolAddress
 from pagerelay.decode_svc.engine import DecodeEngine, Intake
-from pagerelay.decode_svc.intake import BackendChoice, CorruptBlocks, Fetched, LeaseEnded, fetch_prompt
+from pagerelay.decode_svc.intake import BackendChoice, CorruptBlocks, Fetched, fetch_prompt
+from pagerelay.decode_svc.peers import LeaseEnded
 
 PROMPT = list(range(1, 11))  # three blocks, the last one partly filled
 ALL = [Ready(lease=1, first=0, block_ids=[5, 6, 7]), Commit(lease=1, num_tokens=10, first_token=4)]
@@ -105,7 +106,7 @@ class Copy(TransferBackend):
 
 def reserved(num_tokens: int = 10) -> tuple[DecodeEngine, Intake]:
     engine = decode_engine()
-    engine.submit("router", decode_job("r", PROMPT, handle=handle_for(1, num_tokens, engine.pool)))
+    engine.submit("router", decode_job("r", PROMPT, handle=handle_for(1, num_tokens, engine.pool)), 0.0)
     (intake,) = engine.admit()
     return engine, intake
 

@@ -74,7 +74,7 @@ def first_token(
 
 def leased(engine: PrefillEngine, request_id: str = "r", prompt: list[int] = PROMPT, **job: Any) -> None:
     """Computes a prompt whose lease then stands, and forgets the messages."""
-    engine.submit("router", prefill_job(request_id, prompt, **job))
+    engine.submit("router", prefill_job(request_id, prompt, **job), 0.0)
     run_dry(engine)
 
 
@@ -94,7 +94,7 @@ def ending_with(eos: int) -> PrefillEngine:
 
 def test_a_prompt_is_started_computed_and_leased() -> None:
     engine = prefill_engine()
-    engine.submit("router", prefill_job("r", PROMPT))
+    engine.submit("router", prefill_job("r", PROMPT), 0.0)
     assert engine.outstanding_tokens() == 10
     sent = run_dry(engine)
     assert [owner for owner, _ in sent.to_router] == ["router", "router"]
@@ -128,7 +128,7 @@ def test_a_late_fetch_is_told_everything_at_once_and_released_after_its_confirma
 def test_an_early_fetch_is_told_chunk_by_chunk() -> None:
     engine = prefill_engine(max_batch_tokens=4)
     prompt = list(range(1, 15))  # 14 tokens in chunks of 4
-    engine.submit("router", prefill_job("r", prompt))
+    engine.submit("router", prefill_job("r", prompt), 0.0)
     engine.step()
     fetch(engine)
     told = [sent_to_peer(engine)]
@@ -151,7 +151,7 @@ def test_what_is_announced_has_the_mark_of_the_step_that_wrote_it(monkeypatch: p
     engine = prefill_engine(max_batch_tokens=4)
     marks = iter([3, 0, 1, 2])
     monkeypatch.setattr(engine.pool, "mark_written", lambda: next(marks))
-    engine.submit("router", prefill_job("r", list(range(1, 15))))
+    engine.submit("router", prefill_job("r", list(range(1, 15))), 0.0)
     engine.step()
     fetch(engine)
     told = sent_to_peer(engine)
@@ -163,7 +163,7 @@ def test_what_is_announced_has_the_mark_of_the_step_that_wrote_it(monkeypatch: p
 
 def test_a_chunk_that_ends_within_a_block_announces_only_what_is_full() -> None:
     engine = prefill_engine(max_batch_tokens=6)
-    engine.submit("router", prefill_job("r", PROMPT))
+    engine.submit("router", prefill_job("r", PROMPT), 0.0)
     engine.step()
     fetch(engine)
     assert sent_to_peer(engine) == [Ready(lease=1, first=0, block_ids=[0])]
@@ -188,7 +188,7 @@ def test_one_who_has_every_block_gets_the_commit_alone() -> None:
 def test_a_second_prompt_with_the_same_beginning_computes_only_the_rest() -> None:
     engine = prefill_engine()
     leased(engine)
-    engine.submit("router", prefill_job("s", [*PROMPT, 3, 4], order=2))
+    engine.submit("router", prefill_job("s", [*PROMPT, 3, 4], order=2), 0.0)
     started, first = (message for _, message in run_dry(engine).to_router)
     assert isinstance(started, PrefillStarted)
     assert isinstance(first, FirstToken)
@@ -207,7 +207,7 @@ def test_a_second_prompt_with_the_same_beginning_computes_only_the_rest() -> Non
 def test_a_resumed_answer_goes_on_at_its_position() -> None:
     engine = prefill_engine()
     said = answer(PROMPT, 3)
-    engine.submit("router", prefill_job("r", PROMPT + said, attempt=2, first_index=3))
+    engine.submit("router", prefill_job("r", PROMPT + said, attempt=2, first_index=3), 0.0)
     (_, started), (_, first) = run_dry(engine).to_router
     assert isinstance(started, PrefillStarted)
     assert isinstance(first, FirstToken)
@@ -227,7 +227,7 @@ ENDS = [
 @pytest.mark.parametrize(("params", "reason"), ENDS)
 def test_an_answer_of_one_token_leaves_nothing_behind(params: dict[str, Any], reason: str) -> None:
     engine = prefill_engine()
-    engine.submit("router", prefill_job("r", PROMPT, greedy(**params)))
+    engine.submit("router", prefill_job("r", PROMPT, greedy(**params)), 0.0)
     first = run_dry(engine).to_router[-1][1]
     assert isinstance(first, FirstToken)
     assert first.delta == first_token("r", next_token(PROMPT), reason=reason)
@@ -240,21 +240,21 @@ def test_an_answer_of_one_token_leaves_nothing_behind(params: dict[str, Any], re
 
 def test_eos_as_the_first_token() -> None:
     engine = ending_with(next_token(PROMPT))
-    engine.submit("router", prefill_job("r", PROMPT))
+    engine.submit("router", prefill_job("r", PROMPT), 0.0)
     assert first_delta(engine).finish_reason == "stop"
     assert_idle(engine)
 
 
 def test_eos_may_be_ignored() -> None:
     engine = ending_with(next_token(PROMPT))
-    engine.submit("router", prefill_job("r", PROMPT, greedy(ignore_eos=True)))
+    engine.submit("router", prefill_job("r", PROMPT, greedy(ignore_eos=True)), 0.0)
     assert first_delta(engine).finish_reason is None
 
 
 def test_eos_does_not_come_before_min_tokens() -> None:
     eos = next_token(PROMPT)
     engine = ending_with(eos)
-    engine.submit("router", prefill_job("r", PROMPT, greedy(min_tokens=1)))
+    engine.submit("router", prefill_job("r", PROMPT, greedy(min_tokens=1)), 0.0)
     delta = first_delta(engine)
     assert delta.token != eos
     assert delta.finish_reason is None
@@ -262,7 +262,7 @@ def test_eos_does_not_come_before_min_tokens() -> None:
 
 def test_one_who_fetches_early_hears_that_the_first_token_ended_it() -> None:
     engine = prefill_engine(max_batch_tokens=6)
-    engine.submit("router", prefill_job("r", PROMPT, greedy(1)))
+    engine.submit("router", prefill_job("r", PROMPT, greedy(1)), 0.0)
     engine.step()
     fetch(engine)
     ready, late, lost = (message for _, message in run_dry(engine).to_peer)
@@ -274,7 +274,7 @@ def test_one_who_fetches_early_hears_that_the_first_token_ended_it() -> None:
 
 def test_a_prompt_that_fills_the_context_ends_with_its_first_token() -> None:
     engine = prefill_engine(num_blocks=20, max_batch_tokens=64)
-    engine.submit("router", prefill_job("r", [1] * (FACTS.max_model_len - 1)))
+    engine.submit("router", prefill_job("r", [1] * (FACTS.max_model_len - 1)), 0.0)
     assert first_delta(engine).finish_reason == "length"
     assert_idle(engine)
 
@@ -349,7 +349,7 @@ def test_every_sign_of_life_prolongs_a_lease(sign: str) -> None:
 
 def test_a_lease_has_no_deadline_while_its_prompt_is_computed() -> None:
     engine = prefill_engine(max_batch_tokens=4, lease_s=10.0)
-    engine.submit("router", prefill_job("r", PROMPT))
+    engine.submit("router", prefill_job("r", PROMPT), 0.0)
     engine.step()
     engine.expire(1000.0)
     assert engine.expired == 0
@@ -360,7 +360,7 @@ def test_a_lease_has_no_deadline_while_its_prompt_is_computed() -> None:
 
 def test_a_confirmation_before_the_commit_is_refused_and_the_prompt_goes_on() -> None:
     engine = prefill_engine(max_batch_tokens=4)
-    engine.submit("router", prefill_job("r", PROMPT))
+    engine.submit("router", prefill_job("r", PROMPT), 0.0)
     engine.step()
     fetch(engine)
     sent_to_peer(engine)
@@ -437,7 +437,7 @@ def test_a_confirmation_said_twice_is_answered_twice() -> None:
 def test_blocks_that_are_not_computed_yet_are_nobodys_to_read() -> None:
     """They still hold what somebody else's prompt left in them."""
     engine = prefill_engine(max_batch_tokens=4)
-    engine.submit("router", prefill_job("r", PROMPT))
+    engine.submit("router", prefill_job("r", PROMPT), 0.0)
     engine.step()
     fetch(engine, from_block=3)  # it says that it has them all: that changes nothing
     assert engine.may_read(DECODER, 1, [0], 0.0)
@@ -462,7 +462,7 @@ def ready_of(engine: PrefillEngine) -> list[Ready]:
 
 def test_every_block_is_announced_with_the_checksum_of_its_bytes() -> None:
     engine = prefill_engine(max_batch_tokens=3, checksums=True)  # chunks end within blocks
-    engine.submit("router", prefill_job("r", PROMPT))
+    engine.submit("router", prefill_job("r", PROMPT), 0.0)
     engine.step()
     fetch(engine)
     run = [message for _, message in run_dry(engine).to_peer if isinstance(message, Ready)]
@@ -500,7 +500,7 @@ def test_a_block_that_arrived_corrupt_is_not_given_to_anyone_again() -> None:
     fetch(engine)
     engine.release(DECODER, 1, received=False, corrupt=[1, 77])
     assert_idle(engine)
-    engine.submit("router", prefill_job("s", PROMPT))
+    engine.submit("router", prefill_job("s", PROMPT), 0.0)
     started = run_dry(engine).to_router[0][1]
     assert isinstance(started, PrefillStarted)
     assert started.num_cached_tokens == 4, "only the block before it"
@@ -511,7 +511,7 @@ def test_a_block_that_arrived_corrupt_is_not_given_to_anyone_again() -> None:
 
 def test_a_probe_is_told_again_what_was_said() -> None:
     engine = prefill_engine(max_batch_tokens=4)
-    engine.submit("router", prefill_job("r", PROMPT))
+    engine.submit("router", prefill_job("r", PROMPT), 0.0)
     engine.probe("router", "r", 1, 0)
     assert sent_to_router(engine) == [], "it waits: nothing has been said yet"
     engine.step()
@@ -534,13 +534,13 @@ def test_a_probe_is_told_again_what_was_said() -> None:
 def test_a_job_that_comes_after_its_abort_or_twice_is_not_begun() -> None:
     engine, dropped = watched(prefill_engine())
     engine.abort("r", 2)
-    engine.submit("router", prefill_job("r", PROMPT, attempt=1))
-    engine.submit("router", prefill_job("r", PROMPT, attempt=2))
+    engine.submit("router", prefill_job("r", PROMPT, attempt=1), 0.0)
+    engine.submit("router", prefill_job("r", PROMPT, attempt=2), 0.0)
     assert_idle(engine)
     leased(engine, attempt=3)
     fetch(engine)
     engine.release(DECODER, 1, received=True)
-    engine.submit("router", prefill_job("r", PROMPT, attempt=3))
+    engine.submit("router", prefill_job("r", PROMPT, attempt=3), 0.0)
     assert not engine.step()
     assert_idle(engine)
     assert dropped == ["PrefillJob/late", "PrefillJob/repeated", "PrefillJob/repeated"]
@@ -579,7 +579,7 @@ def test_a_lease_of_a_worker_that_is_gone_is_not_taken_for_one_of_ours() -> None
 def test_leased_blocks_are_not_given_to_anyone_else() -> None:
     engine = prefill_engine(num_blocks=4)
     leased(engine)
-    engine.submit("router", prefill_job("s", [9] * 8, order=2))
+    engine.submit("router", prefill_job("s", [9] * 8, order=2), 0.0)
     assert not engine.step()
     assert engine.outstanding_tokens() == 8
     fetch(engine)
@@ -596,7 +596,7 @@ def test_leased_blocks_are_not_given_to_anyone_else() -> None:
 @pytest.mark.parametrize("how", ["abort", "drop_owner", "newer"])
 def test_a_request_is_taken_back_wherever_it_is(steps: int, how: str, fetched: bool) -> None:
     engine = prefill_engine(max_batch_tokens=4)
-    engine.submit("router", prefill_job("r", PROMPT))
+    engine.submit("router", prefill_job("r", PROMPT), 0.0)
     for _ in range(steps):
         engine.step()
     if fetched:
@@ -608,7 +608,7 @@ def test_a_request_is_taken_back_wherever_it_is(steps: int, how: str, fetched: b
         assert engine.drop_owner("another router") == 0
         assert engine.drop_owner("router") == 1
     else:
-        engine.submit("router", prefill_job("r", PROMPT, attempt=2))
+        engine.submit("router", prefill_job("r", PROMPT, attempt=2), 0.0)
     lost = sent_to_peer(engine)
     assert [message.ended for message in lost] == ([True] if fetched and steps else [])
     if how == "newer":
@@ -624,10 +624,10 @@ def test_a_request_is_taken_back_wherever_it_is(steps: int, how: str, fetched: b
 
 def test_an_old_abort_or_job_does_nothing_to_a_newer_attempt() -> None:
     engine = prefill_engine()
-    engine.submit("router", prefill_job("r", PROMPT, attempt=2))
+    engine.submit("router", prefill_job("r", PROMPT, attempt=2), 0.0)
     engine.abort("r", 1)
-    engine.submit("router", prefill_job("r", [5, 6], attempt=1))
-    engine.submit("router", prefill_job("r", [5, 6], attempt=2))
+    engine.submit("router", prefill_job("r", [5, 6], attempt=1), 0.0)
+    engine.submit("router", prefill_job("r", [5, 6], attempt=2), 0.0)
     first = run_dry(engine).to_router[-1][1]
     assert isinstance(first, FirstToken)
     assert first.delta == first_token("r", next_token(PROMPT), attempt=2)
@@ -643,7 +643,7 @@ def test_aborting_what_nobody_knows() -> None:
 @pytest.mark.parametrize("tokens", [[], [1] * 65, [1] * 13])
 def test_what_can_never_fit_is_refused_at_once(tokens: list[int]) -> None:
     engine = prefill_engine(num_blocks=3)
-    engine.submit("router", prefill_job("r", tokens))
+    engine.submit("router", prefill_job("r", tokens), 0.0)
     (failed,) = sent_to_router(engine)
     assert isinstance(failed, Failed)
     assert (failed.code, failed.retryable) == ("too_long", False)
@@ -661,8 +661,8 @@ def held_engine(**kwargs: Any) -> tuple[PrefillEngine, HeldRunner]:
 
 def test_what_is_taken_back_during_a_step_gives_its_blocks_back_after_it() -> None:
     engine, runner = held_engine(max_batch_tokens=32)
-    engine.submit("router", prefill_job("r", PROMPT))
-    engine.submit("router", prefill_job("s", PROMPT[::-1], order=2))
+    engine.submit("router", prefill_job("r", PROMPT), 0.0)
+    engine.submit("router", prefill_job("s", PROMPT[::-1], order=2), 0.0)
     with RunningStep(engine, runner):
         engine.take_outbox()
         engine.abort("r", 1)
@@ -679,9 +679,9 @@ def test_what_is_taken_back_during_a_step_gives_its_blocks_back_after_it() -> No
 
 def test_a_newer_attempt_during_a_step_of_the_older() -> None:
     engine, runner = held_engine()
-    engine.submit("router", prefill_job("r", PROMPT))
+    engine.submit("router", prefill_job("r", PROMPT), 0.0)
     with RunningStep(engine, runner):
-        engine.submit("router", prefill_job("r", PROMPT, attempt=2))
+        engine.submit("router", prefill_job("r", PROMPT, attempt=2), 0.0)
     engine.take_outbox()
     run = run_dry(engine).to_router
     assert [type(message) for _, message in run] == [PrefillStarted, FirstToken]
@@ -692,9 +692,9 @@ def test_a_newer_attempt_during_a_step_of_the_older() -> None:
 
 def test_no_verb_waits_for_a_step() -> None:
     engine, runner = held_engine()
-    engine.submit("router", prefill_job("r", PROMPT))
+    engine.submit("router", prefill_job("r", PROMPT), 0.0)
     with RunningStep(engine, runner):
-        engine.submit("router", prefill_job("s", PROMPT, order=2))
+        engine.submit("router", prefill_job("s", PROMPT, order=2), 0.0)
         fetch(engine)
         engine.renew({1: engine.leases[1].handle.ticket}, 1.0)
         engine.expire(2.0)
@@ -711,7 +711,7 @@ def test_the_router_can_be_told_of_a_start_before_the_step_is_computed() -> None
     engine, runner = held_engine()
     told: list[Any] = []
     engine.on_planned = lambda: told.extend(sent_to_router(engine))
-    engine.submit("router", prefill_job("r", PROMPT))
+    engine.submit("router", prefill_job("r", PROMPT), 0.0)
     with RunningStep(engine, runner):
         assert [type(message) for message in told] == [PrefillStarted]
 
@@ -719,7 +719,7 @@ def test_the_router_can_be_told_of_a_start_before_the_step_is_computed() -> None
 def test_a_step_that_fails_fails_its_requests_and_nothing_else() -> None:
     engine, runner = held_engine(max_num_seqs=2)
     for number, name in enumerate("rst"):
-        engine.submit("router", prefill_job(name, PROMPT, order=number))
+        engine.submit("router", prefill_job(name, PROMPT, order=number), 0.0)
     runner.error = RuntimeError("broken")
     with RunningStep(engine, runner) as step:
         fetch(engine)
@@ -750,7 +750,7 @@ def test_a_block_held_by_nobody_is_found_out_when_idle() -> None:
 
 def test_after_the_confirmation_a_probe_finds_nothing() -> None:
     engine = prefill_engine()
-    engine.submit("router", prefill_job("r", PROMPT))
+    engine.submit("router", prefill_job("r", PROMPT), 0.0)
     run_dry(engine)
     fetch(engine)
     engine.release(DECODER, 1, received=True)
@@ -765,10 +765,10 @@ def test_after_the_confirmation_a_probe_finds_nothing() -> None:
 def test_a_token_outside_the_vocabulary_ends_its_own_request(odd: int, where: str) -> None:
     """In a step it would fail everybody else there, too."""
     engine = prefill_engine()
-    engine.submit("router", prefill_job("good", PROMPT))
+    engine.submit("router", prefill_job("good", PROMPT), 0.0)
     tokens = [*PROMPT, odd] if where == "prompt" else PROMPT
     stops = (odd,) if where == "stop" else ()
-    engine.submit("router", prefill_job("bad", tokens, greedy(stop_token_ids=stops), order=2))
+    engine.submit("router", prefill_job("bad", tokens, greedy(stop_token_ids=stops), order=2), 0.0)
     (failed,) = sent_to_router(engine)
     assert (failed.request_id, failed.code, failed.retryable) == ("bad", "bad_job", False)
     sent = [message for _, message in run_dry(engine).to_router]

@@ -101,7 +101,7 @@ async def test_the_happy_path() -> None:
     driven.tokens(driven.delta(2, 13), driven.delta(3, 14, "length"))
     assert await flow.next() == ([13, 14], "length")
     assert flow.state == "FINISHED"
-    assert flow.emitted == [11, 12, 13, 14]
+    assert flow.journal.tokens == [11, 12, 13, 14]
 
     await flow.close()
     assert house.take_sent() == [], "nobody holds anything: there is nothing to abort"
@@ -130,7 +130,7 @@ async def test_what_comes_twice_counts_once() -> None:
     driven.token(2, 99)
     driven.token(3, 14)
     assert await driven.flow.next() == ([13, 14], None)
-    assert driven.flow.emitted == [11, 12, 13, 14]
+    assert driven.flow.journal.tokens == [11, 12, 13, 14]
 
 
 async def test_one_token_never_troubles_a_decode_worker() -> None:
@@ -442,7 +442,7 @@ async def test_tokens_of_the_lost_attempt_that_came_in_time_are_kept() -> None:
     assert (await driven.flow.next())[0] == [13]
     await settle(driven)
     assert house.take_sent() == [("p1", driven.prefill_job(attempt=2, emitted=[11, 12, 13]))]
-    assert driven.flow.emitted == [11, 12, 13]
+    assert driven.flow.journal.tokens == [11, 12, 13]
 
 
 async def test_an_answer_under_way_waits_a_moment_for_a_decode_worker_to_come_back() -> None:
@@ -675,11 +675,11 @@ async def test_one_who_is_silent_is_asked(state: str) -> None:
     await settle(driven, 0.05)
     sent = house.take_sent()
     whom = "p1" if state == "PREFILLING" else "d1"
-    assert sent[0] == (whom, Probe(request_id="r", attempt=1, next_index=len(driven.flow.emitted)))
+    assert sent[0] == (whom, Probe(request_id="r", attempt=1, next_index=len(driven.flow.journal.tokens)))
     assert driven.flow.state == state
     driven.failed("forgotten")  # its job was lost
     await settle(driven)
-    assert ("p1", driven.prefill_job(2, driven.flow.emitted)) in house.take_sent()
+    assert ("p1", driven.prefill_job(2, driven.flow.journal.tokens)) in house.take_sent()
 
 
 async def test_what_is_said_again_is_no_progress() -> None:
@@ -765,7 +765,7 @@ async def test_a_running_request_moves_to_another_decode_worker() -> None:
     driven.handed_over(2, 13)
     driven.token(3, 14, "length")
     assert await driven.flow.next() == ([14], "length")
-    assert driven.flow.emitted == [11, 12, 13, 14]
+    assert driven.flow.journal.tokens == [11, 12, 13, 14]
     await driven.flow.close()
     assert house.take_sent() == []
     assert nobody_holds_anything(house)

@@ -67,8 +67,7 @@ def test_no_number(field: str, value: str) -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("0", "max_tokens must be at least 1"),
-        ("-1", "max_tokens must be at least 1"),
+        ("-1", "max_tokens must be at least 0"),
         ("99999999999999999999", "max_tokens must be at most 2147483647"),
         ('"5"', "max_tokens must be an integer, not a string"),
         ("5.0", "max_tokens must be an integer, not a number with fraction or exponent"),

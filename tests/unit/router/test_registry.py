@@ -258,11 +258,11 @@ def test_a_view_takes_the_worse_of_our_books_and_the_workers_own() -> None:
     workers = registry(Clock())
     entry = join(workers)
     (view,) = workers.views()
-    assert (view.outstanding_tokens, view.num_seqs, view.available_blocks, view.total_blocks) == (
+    assert (view.outstanding_tokens, view.num_seqs, view.available_blocks, view.max_model_len) == (
         0,
         0,
         64,
-        64,
+        2000,
     )
     entry.tokens_due.update(r=30, s=12)
     bind(entry, "r")

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from pagerelay.common.errors import ApiError, InvalidRequest, Overloaded
+from pagerelay.router.pieces import Piece
 from pagerelay.router.replies import (
     ChatReply,
     CompletionReply,
     GenerateReply,
-    Output,
     Reply,
     Timings,
     Usage,
@@ -25,6 +25,16 @@ from pagerelay.router.validate import Kind, Limits, parse_request
 USAGE = Usage.of(3, 5)
 TIMINGS = Timings(queue_ms=0.5, prefill_ms=12.0, ttft_ms=13.0, total_ms=80.25)
 USAGE_JSON = {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+
+
+class Words:
+    """A vocabulary of made-up words."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"w%d" % token_id
+
+
+WORDS = Words()
 REPLIES = (GenerateReply, CompletionReply, ChatReply)
 
 
@@ -42,16 +52,16 @@ def read(data: bytes) -> list[Any]:
 
 def stream(reply: Reply, num_choices: int = 2) -> list[Any]:
     data = reply.start(num_choices)
-    data += reply.delta(0, "Hel", [1])
-    data += reply.delta(1, "", [7])
-    data += reply.delta(0, "lo", [2, 3])
-    data += reply.delta(1, "x", [8], "length")
-    data += reply.delta(0, "", [2], "stop")
+    data += reply.delta(Piece(0, "Hel", [1], None))
+    data += reply.delta(Piece(1, "", [7], None))
+    data += reply.delta(Piece(0, "lo", [2, 3], None))
+    data += reply.delta(Piece(1, "x", [8], "length"))
+    data += reply.delta(Piece(0, "", [2], "stop"))
     return read(data + reply.end(USAGE, TIMINGS))
 
 
 def test_generate_stream() -> None:
-    reply = GenerateReply("smol")
+    reply = GenerateReply("smol", WORDS)
     events = stream(reply)
     assert events.pop() == "[DONE]"
     assert [event["choices"][0] for event in events[:-1]] == [
@@ -80,14 +90,14 @@ def test_generate_stream() -> None:
 
 
 def test_generate_whole() -> None:
-    body = json.loads(GenerateReply("smol").whole([Output(0, "Hello", [1, 2], "stop")], USAGE, TIMINGS))
+    body = json.loads(GenerateReply("smol", WORDS).whole([Piece(0, "Hello", [1, 2], "stop")], USAGE, TIMINGS))
     assert list(body) == ["id", "model", "choices", "usage", "timings"]
     assert body["id"].startswith("gen-")
     assert body["choices"] == [{"index": 0, "text": "Hello", "token_ids": [1, 2], "finish_reason": "stop"}]
 
 
 def test_completion_stream() -> None:
-    reply = CompletionReply("smol")
+    reply = CompletionReply("smol", WORDS)
     events = stream(reply)
     assert events.pop() == "[DONE]"
     for chunk in events:
@@ -107,7 +117,7 @@ def test_completion_stream() -> None:
 
 
 def test_chat_stream() -> None:
-    reply = ChatReply("smol")
+    reply = ChatReply("smol", WORDS)
     events = stream(reply)
     assert events.pop() == "[DONE]"
     assert {chunk["object"] for chunk in events} == {"chat.completion.chunk"}
@@ -129,7 +139,7 @@ def test_chat_stream() -> None:
 
 @pytest.mark.parametrize("kind", [CompletionReply, ChatReply])
 def test_usage_comes_once(kind: type[Reply]) -> None:
-    events = stream(kind("smol", include_usage=True))
+    events = stream(kind("smol", WORDS, include_usage=True))
     assert events.pop() == "[DONE]"
     last = events.pop()
     assert (last["choices"], last["usage"]) == ([], USAGE_JSON)
@@ -138,13 +148,13 @@ def test_usage_comes_once(kind: type[Reply]) -> None:
 
 
 def test_openai_whole() -> None:
-    outputs = [Output(0, "Hello", [1, 2], "stop"), Output(1, "x", [3], "length")]
-    text = json.loads(CompletionReply("smol", include_usage=True).whole(outputs, USAGE, TIMINGS))
+    outputs = [Piece(0, "Hello", [1, 2], "stop"), Piece(1, "x", [3], "length")]
+    text = json.loads(CompletionReply("smol", WORDS, include_usage=True).whole(outputs, USAGE, TIMINGS))
     assert list(text) == ["id", "object", "created", "model", "choices", "usage"]
     assert text["object"] == "text_completion"
     assert text["usage"] == USAGE_JSON
     assert text["choices"][1] == {"index": 1, "text": "x", "finish_reason": "length", "logprobs": None}
-    chat = json.loads(ChatReply("smol").whole(outputs, USAGE, TIMINGS))
+    chat = json.loads(ChatReply("smol", WORDS).whole(outputs, USAGE, TIMINGS))
     assert chat["object"] == "chat.completion"
     assert chat["choices"][0] == {
         "index": 0,
@@ -157,10 +167,14 @@ def test_openai_whole() -> None:
 def test_shapes_satisfy_the_official_client() -> None:
     types = pytest.importorskip("openai.types")
     chat_types = pytest.importorskip("openai.types.chat")
-    outputs = [Output(0, "Hello", [1, 2], "stop")]
-    types.Completion.model_validate_json(CompletionReply("m").whole(outputs, USAGE, TIMINGS), strict=True)
-    chat_types.ChatCompletion.model_validate_json(ChatReply("m").whole(outputs, USAGE, TIMINGS), strict=True)
-    for chunk in stream(ChatReply("m", include_usage=True))[:-1]:
+    outputs = [Piece(0, "Hello", [1, 2], "stop")]
+    types.Completion.model_validate_json(
+        CompletionReply("m", WORDS).whole(outputs, USAGE, TIMINGS), strict=True
+    )
+    chat_types.ChatCompletion.model_validate_json(
+        ChatReply("m", WORDS).whole(outputs, USAGE, TIMINGS), strict=True
+    )
+    for chunk in stream(ChatReply("m", WORDS, include_usage=True))[:-1]:
         chat_types.ChatCompletionChunk.model_validate_json(json.dumps(chunk), strict=True)
 
 
@@ -175,7 +189,7 @@ def test_shapes_satisfy_the_official_client() -> None:
 def test_reply_for(kind: Kind, body: str, prefix: str) -> None:
     limits = Limits(served_name="smol", vocab_size=9, context_len=99, max_choices=9)
     parsed = parse_request(kind, body.encode(), limits)
-    first, second = reply_for(parsed), reply_for(parsed)
+    first, second = reply_for(parsed, WORDS), reply_for(parsed, WORDS)
     assert first.id.startswith(prefix)
     assert first.id != second.id
     assert first.model == "smol"
@@ -213,8 +227,8 @@ def test_models() -> None:
 @pytest.mark.parametrize("kind", REPLIES)
 def test_cheap(kind: type[Reply]) -> None:
     """The hot path: far more than 20,000 tokens/s a core."""
-    reply = kind("smol", include_usage=True)
+    reply = kind("smol", WORDS, include_usage=True)
     began = time.perf_counter()
     for _ in range(20_000):
-        reply.delta(0, " token", [5])
+        reply.delta(Piece(0, " token", [5], None))
     assert time.perf_counter() - began < 1

@@ -43,7 +43,7 @@ def importers(house: House, prefill: str) -> set[bytes]:
 async def ask(house: House, transport: str) -> None:
     flows = await asyncio.gather(*(house.ask([n + 1, *PROMPT[n:]]) for n in range(6)))
     for n, flow in enumerate(flows):
-        assert flow.emitted == answer([n + 1, *PROMPT[n:]], 20)
+        assert flow.journal.tokens == answer([n + 1, *PROMPT[n:]], 20)
         assert flow.transport == transport
         assert (flow.recoveries, flow.attempt) == (0, 1)
 

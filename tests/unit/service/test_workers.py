@@ -37,7 +37,7 @@ async def test_a_request_goes_through_both_workers(house: House, transport: str)
     decode = await house.start(DecodeWorker, transport)
     flows = await asyncio.gather(*(house.ask([n + 1, *PROMPT[n:]]) for n in range(6)))
     for n, flow in enumerate(flows):
-        assert flow.emitted == answer([n + 1, *PROMPT[n:]], 20)
+        assert flow.journal.tokens == answer([n + 1, *PROMPT[n:]], 20)
         assert flow.transport == ("tcp" if transport == "tcp" else "shm")
         assert (flow.recoveries, flow.attempt) == (0, 1)
     counters = house.workers[decode][0].counters
@@ -53,7 +53,7 @@ async def test_pools_of_two_kinds_meet_over_tcp(house: House) -> None:
     await house.start(PrefillWorker, "tcp")
     decode = await house.start(DecodeWorker, "auto")
     flow = await house.ask(PROMPT)
-    assert flow.emitted == answer(PROMPT, 20)
+    assert flow.journal.tokens == answer(PROMPT, 20)
     assert flow.transport == "tcp"
     assert house.workers[decode][0].counters.fallbacks == 1
 
@@ -62,7 +62,7 @@ async def test_a_decode_worker_alone_and_a_colocated_one(house: House) -> None:
     await house.start(DecodeWorker, "tcp")
     await house.start(DecodeWorker, "tcp", colocated=True)
     flows = await asyncio.gather(*(house.ask(PROMPT[n:]) for n in range(4)))
-    assert [flow.emitted for flow in flows] == [answer(PROMPT[n:], 20) for n in range(4)]
+    assert [flow.journal.tokens for flow in flows] == [answer(PROMPT[n:], 20) for n in range(4)]
     assert {flow.transport for flow in flows} == {"local"}
     await house.idle()
 
@@ -86,7 +86,7 @@ async def test_a_step_that_fails_is_recovered_from(house: House, where: type[Wor
     ids = {kind: await house.start(kind) for kind in (PrefillWorker, DecodeWorker)}
     house.workers[ids[where]][1].failures = 2
     flow = await house.ask(PROMPT)
-    assert flow.emitted == answer(PROMPT, 20)
+    assert flow.journal.tokens == answer(PROMPT, 20)
     assert flow.recoveries == 2
     await house.idle()
 
@@ -101,7 +101,7 @@ async def test_an_engine_that_cannot_step_ends_its_worker(house: House) -> None:
     await house.until(lambda: [entry.worker_id for entry in house.registry.entries()] == [good])
     answered = [flow for flow in flows if isinstance(flow, RequestFlow)]
     assert answered
-    assert all(flow.emitted == answer(flow._prompt, 20) for flow in answered)
+    assert all(flow.journal.tokens == answer(flow.journal.prompt, 20) for flow in answered)
 
 
 @pytest.mark.parametrize("house", [False], indirect=True, ids=["open"])
@@ -110,7 +110,7 @@ async def test_a_draining_worker_finishes_what_it_has(house: House) -> None:
     asking = asyncio.create_task(house.ask(PROMPT, 30))
     await house.until(lambda: house.workers[worker_id][0].engine.counts().held)
     assert await house.stop(worker_id) == 0
-    assert (await asking).emitted == answer(PROMPT, 30)
+    assert (await asking).journal.tokens == answer(PROMPT, 30)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -145,7 +145,7 @@ async def test_corrupt_blocks_are_found_and_recovered_from(
 
     monkeypatch.setattr(TcpBackend, "_place", place)
     flow = await house.ask(PROMPT)
-    assert flow.emitted == answer(PROMPT, 20)
+    assert flow.journal.tokens == answer(PROMPT, 20)
     assert flow.recoveries == 1
     assert house.workers[decode][0].counters.corrupt_blocks == 1
     await house.idle()

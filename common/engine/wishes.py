@@ -1,0 +1,82 @@
+"""What the sequences of one step want of its logits, and what they get."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+
+from pagerelay.common.engine.sequence import Sequence
+from pagerelay.common.model.device_sampler import Sampler
+from pagerelay.common.model.logits import SampleRequest, scores, told
+from pagerelay.common.wire.sampling import TokenLogprobs
+
+
+@dataclass(slots=True)
+class Wish:
+    """Of one sequence, of which the step computes ``count`` tokens and its draft.
+
+    Its rows of the logits are those that say how likely the prompt's tokens ``scored`` were, then one for
+    each of ``requests``: for the token after the last, and those after each token of the draft.
+    """
+
+    seq: Sequence
+    count: int
+    scored: Seq[int]
+    requests: list[SampleRequest]
+    tokens: list[int] = field(default_factory=list)
+    """Sampled, one for each of ``requests``."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    scores: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def num_logits(self) -> int:
+        return len(self.scored) + len(self.requests)
+
+    def kept(self) -> Iterator[tuple[int, TokenLogprobs | None]]:
+        """The tokens that come next: the first, and those after guesses that turned out right."""
+        for position, token in enumerate(self.tokens):
+            yield token, self.logprobs[position] if self.logprobs else None
+            if position == len(self.seq.draft) or token != self.seq.draft[position]:
+                return
+
+
+def wish_of(seq: Sequence, count: int, eos: Seq[int]) -> Wish:
+    """A step computes ``count`` of its tokens; if these are all, the next token is sampled."""
+    after = seq.num_computed + count
+    requests = []
+    if count == seq.num_remaining:
+        requests = [seq.sample_request(eos, seq.draft[:guessed]) for guessed in range(len(seq.draft) + 1)]
+    scored = seq.token_ids[seq.num_computed + 1 : min(after + 1, seq.num_given)] if seq.scores_prompt else ()
+    return Wish(seq, count, scored, requests)
+
+
+def answer(logits: torch.Tensor, wishes: Seq[Wish], sample: Sampler) -> None:
+    """Fills in what the wishes get from ``logits`` ``[rows of all wishes, vocab]``, which it may write to."""
+    rows: list[int] = []
+    at = 0
+    for wish in wishes:
+        table = scores(logits, range(at, at + len(wish.scored)))
+        if table is not None:
+            count = wish.seq.sampling.prompt_logprobs or 0
+            wish.scores = told(table, wish.scored, [count] * len(wish.scored))
+        at += len(wish.scored)
+        rows += range(at, at + len(wish.requests))
+        at += len(wish.requests)
+    requests = [request for wish in wishes for request in wish.requests]
+    counts = [request.params.logprobs for request in requests]
+    asked = [(place, count) for place, count in enumerate(counts) if count is not None]
+    unchanged = scores(logits, [rows[place] for place, _ in asked])
+    tokens = sample(logits if len(rows) == at else logits[rows], requests)
+    said: dict[int, TokenLogprobs] = {}
+    if unchanged is not None:
+        of_asked = told(unchanged, [tokens[place] for place, _ in asked], [count for _, count in asked])
+        said = {place: logprobs for (place, _), logprobs in zip(asked, of_asked, strict=True)}
+    at = 0
+    for wish in wishes:
+        places = range(at, at + len(wish.requests))
+        wish.tokens = tokens[at : at + len(wish.requests)]
+        wish.logprobs = [said[place] for place in places if place in said]
+        at += len(wish.requests)

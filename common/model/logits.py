@@ -1,0 +1,147 @@
+"""What a request wants done to its logits before a token is chosen, and what it wants told of them.
+
+All of it is arithmetic of one row and its own request, so neither the batch nor the worker enters. Works on
+any device: positions and values of all rows go over together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pagerelay.common.wire.sampling import SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One row to sample: its parameters, the output position, and the ids that may not come yet
+    (``min_tokens``)."""
+
+    params: SamplingParams
+    position: int
+    forbidden: Sequence[int] = ()
+    prompt: Sequence[int] = ()
+    """Token ids before position 0; as ``output``, those from there on, only needed by what
+    ``changes_logits``."""
+    output: Sequence[int] = ()
+    mask: npt.NDArray[np.int32] | None = None
+    """What the grammar allows, a bit a token: token 32 i + j is bit j of word i."""
+
+
+Send = Callable[[list[npt.NDArray[np.generic]]], Sequence[torch.Tensor]]
+"""Takes arrays to the logits' device."""
+
+
+@dataclass(slots=True)
+class _Cells:
+    """Single logits of a batch by row and token, with a number for each."""
+
+    rows: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    def add(self, row: int, tokens: Sequence[int], values: Sequence[float]) -> None:
+        self.rows += [row] * len(tokens)
+        self.tokens += tokens
+        self.values += values
+
+    def arrays(self) -> list[npt.NDArray[np.generic]]:
+        return [
+            np.asarray(self.rows, dtype=np.int64),
+            np.asarray(self.tokens, dtype=np.int64),
+            np.asarray(self.values, dtype=np.float64),
+        ]
+
+
+def edit(logits: torch.Tensor, requests: Sequence[SampleRequest], send: Send) -> None:
+    """Changes ``logits`` ``[len(requests), vocab]`` fp32 in place, in the order that
+    :class:`SamplingParams` states. Ids outside the vocabulary are the caller's mistake."""
+    bias, scaled, lowered, excluded = _Cells(), _Cells(), _Cells(), _Cells()
+    masks: list[tuple[int, npt.NDArray[np.int32]]] = []
+    for row, request in enumerate(requests):
+        params = request.params
+        if params.changes_logits:
+            bias.add(row, [token for token, _ in params.logit_bias], [by for _, by in params.logit_bias])
+            if params.repetition_penalty != 1.0:
+                seen = sorted({*request.prompt, *request.output})
+                scaled.add(row, seen, [params.repetition_penalty] * len(seen))
+            if params.presence_penalty or params.frequency_penalty:
+                counts = Counter(request.output)
+                by = [params.presence_penalty + params.frequency_penalty * n for n in counts.values()]
+                lowered.add(row, list(counts), by)
+            bad = _completing(params.bad_words, request)
+            excluded.add(row, bad, [0.0] * len(bad))
+            if params.allowed_token_ids:
+                masks.append((row, _bits(params.allowed_token_ids, logits.shape[1])))
+            if request.mask is not None:
+                masks.append((row, request.mask))
+        excluded.add(row, request.forbidden, [0.0] * len(request.forbidden))
+    if bias.rows:
+        row_ids, tokens, values = send(bias.arrays())
+        logits.index_put_((row_ids, tokens), values.to(logits.dtype), accumulate=True)
+    if scaled.rows:
+        row_ids, tokens, values = send(scaled.arrays())
+        old, values = logits[row_ids, tokens], values.to(logits.dtype)
+        logits.index_put_((row_ids, tokens), torch.where(old > 0, old / values, old * values))
+    if lowered.rows:
+        row_ids, tokens, values = send(lowered.arrays())
+        logits.index_put_((row_ids, tokens), -values.to(logits.dtype), accumulate=True)
+    for at, mask in masks:
+        (words,) = send([mask])
+        bits = (words[:, None] >> torch.arange(32, device=logits.device, dtype=torch.int32)) & 1
+        logits[at].masked_fill_(bits.flatten()[: logits.shape[1]] == 0, float("-inf"))
+    if excluded.rows:
+        masked = {at: logits[at].clone() for at, _ in masks if at in excluded.rows}
+        row_ids, tokens, _ = send(excluded.arrays())
+        logits.index_put_((row_ids, tokens), logits.new_full((), float("-inf")))
+        for at, before in masked.items():
+            if bool(logits[at].isneginf().all()):
+                logits[at] = (
+                    before  # nothing is left: what must come comes too early, or in spite of its name
+                )
+
+
+def _completing(bad_words: Sequence[Sequence[int]], request: SampleRequest) -> list[int]:
+    """Last tokens of those bad words whose other tokens are the output's last ones."""
+    found = []
+    for word in bad_words:
+        before = len(word) - 1
+        if before <= len(request.output) and list(request.output[len(request.output) - before :]) == list(
+            word[:-1]
+        ):
+            found.append(word[-1])
+    return found
+
+
+def _bits(tokens: Sequence[int], vocab_size: int) -> npt.NDArray[np.int32]:
+    allowed = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
+    allowed[list(tokens)] = 1
+    return np.packbits(allowed, bitorder="little").view(np.int32)
+
+
+def scores(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor | None:
+    """Log-probabilities fp64 ``[len(rows), vocab]`` of these rows, unchanged; ``None`` for no rows."""
+    if not rows:
+        return None
+    # A row at a time: what a row's sum is must not depend on how many there are.
+    return torch.stack([logits[row].double().log_softmax(-1) for row in rows])
+
+
+def told(of_rows: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+    """What is said of one token a row of ``scores``, with so many alternatives."""
+    at = torch.tensor(tokens, device=of_rows.device)
+    chosen: list[float] = of_rows.gather(1, at[:, None])[:, 0].tolist()
+    most = max(counts)
+    if most == 0:
+        return [TokenLogprobs(logprob) for logprob in chosen]
+    best = of_rows.topk(most)
+    values, ids = best.values.tolist(), best.indices.tolist()
+    return [
+        TokenLogprobs(logprob, tuple(zip(row_ids[:count], row_values[:count], strict=True)))
+        for logprob, row_ids, row_values, count in zip(chosen, ids, values, counts, strict=True)
+    ]

@@ -1,0 +1,52 @@
+"""What the router knows of one choice's answer: all that a recovery needs, and all that a client gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagerelay.common.wire.messages import PromptScores
+from pagerelay.common.wire.sampling import SamplingParams, TokenDelta, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class FlowSettings:
+    queue_timeout_s: float
+    stall_timeout_s: float
+    max_recoveries: int
+    rejoin_wait_s: float = 1.0
+    """With the 3 s until a silent worker is taken for dead, an answer that cannot go on ends within 5 s."""
+    probe_s: float = 1.0
+    """Silence after which the worker that is due to make progress is asked about the request."""
+
+
+class Journal:
+    """``tokens`` has grown by one with each output token, ``logprobs`` beside it where they are wanted."""
+
+    def __init__(self, prompt: list[int], sampling: SamplingParams) -> None:
+        self.prompt = prompt
+        self.sampling = sampling
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_scores: list[TokenLogprobs] = []
+        """Of the prompt's tokens from the second on."""
+
+    def all_tokens(self) -> list[int]:
+        return self.prompt + self.tokens
+
+    def add(self, delta: TokenDelta) -> None:
+        self.tokens.append(delta.token)
+        if delta.logprobs is not None:
+            self.logprobs.append(delta.logprobs)
+
+    def add_scores(self, message: PromptScores) -> bool:
+        """False where an earlier part is missing; what is here already changes nothing."""
+        missing = message.first - 1 - len(self.prompt_scores)
+        if missing <= 0:
+            self.prompt_scores += message.scores[-missing:]
+        return missing <= 0
+
+    @property
+    def lacks_scores(self) -> bool:
+        """Are scores of the prompt wanted that have not come?"""
+        wanted = self.sampling.prompt_logprobs is not None and not self.tokens
+        return wanted and len(self.prompt_scores) < len(self.prompt) - 1
