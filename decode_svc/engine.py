@@ -237,6 +237,9 @@ class DecodeEngine(LeasingEngine):
         if self._summed is not None:
             self._sums.update({block: block_sum(self._summed[block]) for block in ids})
 
+    def _must_apply(self) -> bool:
+        return bool(self._suspending)
+
     def suspend(self, request_id: str, attempt: int) -> None:
         """Stops decoding and keeps the KV for another decode worker, who samples the next token. Said
         again, it is answered again; while its prompt is not complete here, or where nothing could fetch from

@@ -77,6 +77,9 @@ class PrefillEngine(LeasingEngine):
     def _failed(self, seq: Sequence) -> None:
         self._end(seq, "ABORTED", "the step failed")
 
+    def _goes_on(self, seq: Sequence) -> bool:
+        return False  # it leaves with its first token
+
     def _advanced(self, seq: Sequence) -> None:
         self._announce(self._lease_of[seq.request_id])
 

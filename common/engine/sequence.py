@@ -27,7 +27,6 @@ class Sequence:
         "draft",
         "first_index",
         "holder",
-        "in_step",
         "keys",
         "logprobs",
         "machine",
@@ -37,6 +36,8 @@ class Sequence:
         "num_known_blocks",
         "order",
         "owner",
+        "pending",
+        "queued",
         "request_id",
         "sampling",
         "token_ids",
@@ -79,8 +80,11 @@ class Sequence:
         self.draft: list[int] = []
         """Guesses at the tokens to come, computed in the next step beside the last token: those that are
         sampled are kept."""
-        self.in_step = False
-        """Its blocks are being read and written by the running step: they may not be given back yet."""
+        self.queued = 0
+        """Tokens whose KV is being computed by steps that are not applied yet."""
+        self.pending = 0
+        """Tokens that these steps sample and that it goes on from: part of ``token_ids`` once they are
+        known."""
         self.doomed = False
         """Removed while in a step; its blocks are given back when the step has ended."""
 
@@ -94,8 +98,18 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
     @property
+    def num_due(self) -> int:
+        """Tokens whose KV no step has been given yet."""
+        return self.num_remaining + self.pending - self.queued
+
+    @property
+    def in_step(self) -> bool:
+        """Its blocks are being read and written: they may not be given back yet."""
+        return self.queued > 0
+
+    @property
     def next_index(self) -> int:
-        """Output position of the next token to be sampled."""
+        """Output position of the token after those that are here."""
         return self.first_index + len(self.token_ids) - self.num_given
 
     @property
@@ -115,13 +129,15 @@ class Sequence:
             token in params.stop_token_ids or (token in eos and not params.ignore_eos)
         ):
             return "stop"
-        if index + 1 >= params.max_tokens or len(self.token_ids) >= max_model_len:
-            return "length"
-        return None
+        return "length" if self.ends_at(index, max_model_len) else None
+
+    def ends_at(self, index: int, max_model_len: int) -> bool:
+        """Is there no room for another token after output position ``index``?"""
+        return index + 1 >= self.sampling.max_tokens or self.num_prompt + index + 1 >= max_model_len
 
     def sample_request(self, eos: Seq[int], guessed: Seq[int] = ()) -> SampleRequest:
-        """For the token after those here and ``guessed``."""
-        index = self.next_index + len(guessed)
+        """For the token after those here, pending and ``guessed``."""
+        index = self.next_index + self.pending + len(guessed)
         if not self.sampling.changes_logits:
             return SampleRequest(self.sampling, index, self._forbidden(index, eos))
         return SampleRequest(

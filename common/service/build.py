@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from pagerelay.common.config import DEFAULT_GPU_MEMORY_UTILIZATION, Config
-from pagerelay.common.engine.core import EngineLimits, check_fits
+from pagerelay.common.engine.core import EngineLimits
 from pagerelay.common.errors import CudaError, StartupError
 from pagerelay.common.kv.memory import DeviceMemory
-from pagerelay.common.kv.pool import KvPool
+from pagerelay.common.kv.pool import KvPool, check_fits
 from pagerelay.common.model.feed import Feed
 from pagerelay.common.model.graphs import Capture, CudaCapture, graph_sizes
 from pagerelay.common.model.ops import PagedOps

@@ -162,8 +162,9 @@ def make_limits(
     max_num_seqs: int = 8,
     max_batch_tokens: int = 16,
     prefix_cache: bool = True,
+    step_ahead: bool = False,
 ) -> EngineLimits:
-    return EngineLimits(block_size, max_num_seqs, max_batch_tokens, prefix_cache)
+    return EngineLimits(block_size, max_num_seqs, max_batch_tokens, prefix_cache, step_ahead)
 
 
 def handle_for(lease: int, num_tokens: int, pool: KvPool) -> KvHandle:
