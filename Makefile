@@ -17,7 +17,7 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
-ROOMS := bench cli common decode_svc kernels prefill_svc router
+ROOMS := bench cli client common decode_svc kernels prefill_svc router
 PIP_INSTALL = $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check $(addprefix -c ,$(CONSTRAINTS))
 
 # The repository root never gets onto sys.path: its folders are called common, router, kernels.
@@ -35,7 +35,7 @@ done; \
 wait $$job || { cat "$$log" >&2; echo "FAILED: $(1)" >&2; exit 1; }
 endef
 
-.PHONY: help setup setup-dev model up test lint format exact asan test-compose bench bench-wire \
+.PHONY: help setup setup-dev model up test lint format exact asan test-clients test-compose bench bench-wire \
 	chaos kill-matrix fuzz clean
 
 help:
@@ -43,6 +43,7 @@ help:
 	@echo "make test         lint, then unit, contract, system and shape tests (PYTEST_ARGS=\"-k name\")"
 	@echo "make exact        the full comparison with transformers' own generate"
 	@echo "make asan         the C kernels under the address, undefined-behaviour and thread sanitizers"
+	@echo "make test-clients the openai, langchain-openai, litellm and guidellm packages against a cluster"
 	@echo "make test-compose the cluster in containers; needs a Docker engine"
 	@echo "make chaos        10,000 requests under seeded faults (SEED=1 MINUTES=60 ARGS=\"--transport tcp\")"
 	@echo "make kill-matrix  workers killed at every state and token;  make fuzz  rubbish on every socket"
@@ -110,11 +111,20 @@ format: setup-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Two files at a time, but nothing beside a test that has a cluster of its own.
+ORDINARY := not slow and not exact and not compose and not asan and not clients
 test: lint model
-	$(BIN)/pytest -m "not slow and not exact and not compose and not asan" $(PYTEST_ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile -m "$(ORDINARY)" tests/unit tests/contract tests/shape $(PYTEST_ARGS)
+	$(BIN)/pytest -m "$(ORDINARY)" tests/system $(PYTEST_ARGS)
+
+# In an environment of its own: other people's clients bring plug-ins for pytest, and want other versions of what
+# the constraints pin.
+test-clients:
+	@$(MAKE) --no-print-directory VENV=.venv-clients CONSTRAINTS= EXTRAS=clients setup-dev model
+	.venv-clients/bin/pytest -m clients $(PYTEST_ARGS)
 
 asan: setup-dev
-	$(BIN)/pytest -m asan $(PYTEST_ARGS)
+	$(BIN)/pytest -n 2 -m asan $(PYTEST_ARGS)
 
 exact: setup-dev model
 	$(BIN)/pytest -m exact $(PYTEST_ARGS)
@@ -137,5 +147,5 @@ test-compose: setup-dev
 	$(BIN)/pytest -m compose $(PYTEST_ARGS)
 
 clean:
-	rm -rf $(VENV) .links build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .venv-clients .links build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 import msgspec
 import yaml
 
+from pagerelay.cli.process import Announcer
 from pagerelay.common.config import DEFAULT_GPU_MEMORY_UTILIZATION, Config
 from pagerelay.common.errors import StartupError
 from pagerelay.common.model.fetch import resolve_model
@@ -51,16 +52,19 @@ class Child:
     """When it was started again, lately."""
     restart_at: float | None = None
     """When it is due to be started again."""
+    failed: str | None = None
+    """Why it did not start, in its own words."""
     given_up: bool = False
     """It was restarted as often as it may be for now, and that was said."""
 
 
 class ChildEnded(Exception):
-    """A service ended while starting. With code 2 or 3 it has said why, in its own one line."""
+    """A service ended while starting. With code 2 or 3 it has said why, in its own one line (``text``)."""
 
-    def __init__(self, name: str, code: int) -> None:
+    def __init__(self, name: str, code: int, text: str | None) -> None:
         super().__init__(f"{name} ended while starting (exit code {code}); see its messages above")
         self.code = code
+        self.text = text
 
 
 class LocalCluster:
@@ -167,6 +171,8 @@ class LocalCluster:
         elif event["event"] == "ready":
             child.ready = event
             self._say(f"{child.name}: ready")
+        elif event["event"] == "failed":
+            child.failed = event["text"]
 
     def _until(self, done: Any, what: str) -> None:
         began = told = time.monotonic()
@@ -182,7 +188,8 @@ class LocalCluster:
             self.pump(0.1)
             for child in self.children:
                 if child.process.poll() is not None and child.ready is None:
-                    raise ChildEnded(child.name, child.process.returncode)
+                    self.pump(0)  # its last words
+                    raise ChildEnded(child.name, child.process.returncode, child.failed)
 
     def watch(self) -> None:
         """Serves until interrupted, or until the router ends by itself."""
@@ -295,8 +302,9 @@ class LocalCluster:
             print(line, file=sys.stderr, flush=True)
 
 
-def up(config: Config) -> int:
-    """The command. Checks what it can before anything is started."""
+def up(config: Config, announce: Announcer | None = None) -> int:
+    """The command. Checks what it can before anything is started. A program is told the URL by ``announce``,
+    a person by the banner."""
     parse(config.router.workers_endpoint, "router.workers_endpoint")
     config.cluster_key()
     resolve_model(config.model.path, progress=lambda line: print(line, file=sys.stderr, flush=True))
@@ -309,13 +317,19 @@ def up(config: Config) -> int:
         signal.signal(number, interrupt)
     try:
         with cluster:
-            print(_banner(cluster, config), flush=True)
+            if announce is not None:
+                announce({"event": "ready", "url": cluster.url, "workers_endpoint": cluster.workers_endpoint})
+            else:
+                print(_banner(cluster, config), flush=True)
             cluster.watch()
             if not cluster.interrupted:
                 return 1
-            print("draining; Ctrl-C again ends at once", file=sys.stderr, flush=True)
+            if announce is None:
+                print("draining; Ctrl-C again ends at once", file=sys.stderr, flush=True)
     except ChildEnded as ended:
         if ended.code in (2, 3):
+            if announce is not None:
+                announce({"event": "failed", "text": ended.text or str(ended)})
             return ended.code
         raise StartupError(str(ended)) from ended
     return 0

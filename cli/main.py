@@ -10,6 +10,8 @@ import sys
 from functools import partial
 from typing import Any
 
+from pagerelay.cli.process import Announcer, die_with_parent, orphaned
+from pagerelay.cli.terminal import TERMINAL_COMMANDS, add_commands, run_command
 from pagerelay.common.config import Config, load_config
 from pagerelay.common.errors import ConfigError, StartupError
 from pagerelay.common.log import setup_logging
@@ -114,10 +116,11 @@ def _parser() -> argparse.ArgumentParser:
             )
         if name == "fetch-model":
             command.add_argument("name", nargs="?", help="default: the configured model")
-        if name in ("router", "prefill", "decode", "colocated"):
+        if name in ("up", "router", "prefill", "decode", "colocated"):
             # For a launcher: a descriptor to write events to, and to die with it.
             command.add_argument("--announce-fd", type=int, help=argparse.SUPPRESS)
             command.add_argument("--parent-pid", type=int, help=argparse.SUPPRESS)
+    add_commands(commands)
     return parser
 
 
@@ -135,8 +138,8 @@ def _config(arguments: argparse.Namespace) -> Config:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point. Exit codes: 0 done, 2 wrong configuration, 3 something needed is missing, 130
-    interrupted."""
+    """Entry point. Exit codes: 0 done, 1 the server refused or failed a request, 2 wrong configuration or
+    usage, 3 something needed is missing, 130 interrupted."""
     # Workers share cores: an OpenMP thread that spins while it waits takes them from the others. Read by the
     # OpenMP library when torch loads it, which is after this line.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -145,15 +148,16 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.command == "keygen":
             print(new_cluster_key())
             return 0
+        if arguments.command in TERMINAL_COMMANDS:
+            return run_command(arguments)
         config = _config(arguments)
         setup_logging(arguments.command, config.log_level)
         return _run(arguments, config)
-    except ConfigError as error:
+    except (ConfigError, StartupError) as error:
         print(f"pagerelay: {error}", file=sys.stderr)
-        return 2
-    except StartupError as error:
-        print(f"pagerelay: {error}", file=sys.stderr)
-        return 3
+        if (fd := getattr(arguments, "announce_fd", None)) is not None:
+            Announcer(fd)({"event": "failed", "text": str(error)})
+        return 2 if isinstance(error, ConfigError) else 3
     except KeyboardInterrupt:
         return 130
 
@@ -169,15 +173,14 @@ def _run(arguments: argparse.Namespace, config: Config) -> int:
 
         print(resolve_model(arguments.name or config.model.path, progress=_progress))
         return 0
+    if arguments.parent_pid is not None:
+        die_with_parent(arguments.parent_pid)
     if arguments.command == "up":
         from pagerelay.cli.local import up
 
-        return up(config)
-    from pagerelay.cli.process import Announcer, die_with_parent, orphaned
+        return up(config, Announcer(arguments.announce_fd) if arguments.announce_fd is not None else None)
     from pagerelay.common.model.fetch import resolve_model
 
-    if arguments.parent_pid is not None:
-        die_with_parent(arguments.parent_pid)
     announce, gone = Announcer(arguments.announce_fd), partial(orphaned, arguments.parent_pid)
     folder = resolve_model(
         config.model.path, progress=lambda line: announce({"event": "progress", "text": line})

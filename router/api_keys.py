@@ -15,7 +15,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from pagerelay.common.errors import Unauthorized
 
-OPEN = frozenset({"/livez", "/readyz", "/metrics", "/cluster"})
+OPEN = frozenset({"/livez", "/readyz", "/health", "/metrics", "/cluster"})
 
 
 class ApiKeys:

@@ -281,6 +281,7 @@ def make_app(service: RouterService) -> web.Application:
     app.router.add_get("/v1/models", models)
     app.router.add_get("/livez", livez)
     app.router.add_get("/readyz", readyz)
+    app.router.add_get("/health", readyz)  # the name that load tools and other servers know
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/cluster", cluster)
     return app

@@ -14,7 +14,7 @@ from pagerelay.router.registry import WorkerEntry, WorkerRegistry
 
 RECOVERY_CAUSES = {
     *("worker_lost", "lease_expired", "fetch_failed", "step_failed"),
-    *("stall", "forgotten", "handover_failed", "preempted"),
+    *("stall", "forgotten", "handover_failed", "preempted", "prompt_scores_lost"),
 }
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 

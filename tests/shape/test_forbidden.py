@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("common", "kernels", "prefill_svc", "decode_svc", "router", "bench", "cli")
+ROOMS = ("common", "kernels", "prefill_svc", "decode_svc", "router", "bench", "cli", "client")
 PRODUCT = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 
 MODULES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle"}

@@ -30,6 +30,8 @@ def python(code: str, cwd: Path, timeout_s: float = 60) -> subprocess.CompletedP
     [
         "pagerelay.router.app",
         "pagerelay.cli.main",
+        "pagerelay.cli.terminal",
+        "pagerelay.client",
         "pagerelay.bench.__main__",
         "pagerelay.common.config",
         "pagerelay.common.wire.messages",
@@ -95,7 +97,7 @@ print(*needing)
 def test_without_triton_and_cupy_only_the_modules_that_are_written_in_them_are_missing(
     tmp_path: Path,
 ) -> None:
-    rooms = ("bench", "cli", "common", "decode_svc", "kernels", "prefill_svc", "router")
+    rooms = ("bench", "cli", "client", "common", "decode_svc", "kernels", "prefill_svc", "router")
     files = (file for room in rooms for file in (ROOT / room).rglob("*.py"))
     parts = [file.relative_to(ROOT).with_suffix("").parts for file in files if file.stem != "__main__"]
     modules = sorted(".".join(("pagerelay", *part)).removesuffix(".__init__") for part in parts)

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SERVICE_ROOMS = ("common", "kernels", "prefill_svc", "decode_svc", "router")
-ROOMS = (*SERVICE_ROOMS, "bench", "cli")
+ROOMS = (*SERVICE_ROOMS, "bench", "cli", "client")
 PRODUCT = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 MAX_FILE_LINES = 400
 MAX_SERVICE_CODE_LINES = 9000

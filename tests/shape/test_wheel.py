@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("bench", "cli", "common", "decode_svc", "kernels", "prefill_svc", "router")
+ROOMS = ("bench", "cli", "client", "common", "decode_svc", "kernels", "prefill_svc", "router")
 
 
 @pytest.fixture(scope="module")

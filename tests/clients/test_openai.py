@@ -1,0 +1,151 @@
+"""The official client: sync and async, streams, its exception classes, its retries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from cluster import Cluster
+from fake_router import FakeRouter, events, piece, refusal
+
+openai = pytest.importorskip("openai")
+
+PROMPT = "The licence says that"
+TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+FEW: dict[str, Any] = {"max_tokens": 5, "temperature": 0}
+
+
+@pytest.fixture
+def client(served: Cluster, key: str) -> Iterator[Any]:
+    with openai.OpenAI(
+        base_url=served.url + "/v1", api_key=key, max_retries=0, _strict_response_validation=True
+    ) as made:
+        yield made
+
+
+@pytest.fixture
+def model(client: Any) -> str:
+    [entry] = client.models.list().data
+    assert entry.object == "model"
+    return entry.id
+
+
+def test_completions_whole_and_streamed(client: Any, model: str) -> None:
+    whole = client.completions.create(model=model, prompt=PROMPT, **FEW)
+    assert whole.usage.completion_tokens == 5
+    assert whole.choices[0].finish_reason == "length"
+    stream = client.completions.create(
+        model=model, prompt=PROMPT, stream=True, stream_options={"include_usage": True}, **FEW
+    )
+    chunks = list(stream)
+    assert "".join(c.text for chunk in chunks for c in chunk.choices) == whole.choices[0].text
+    assert chunks[-1].usage == whole.usage
+    assert {chunk.id for chunk in chunks} == {chunks[0].id}
+
+
+def test_prompts_as_ids_and_lists(client: Any, model: str) -> None:
+    texts = client.completions.create(model=model, prompt=[PROMPT, "Alphabet:"], n=2, **FEW)
+    assert [choice.index for choice in texts.choices] == [0, 1, 2, 3]
+    ids = client.completions.create(model=model, prompt=[[5, 6, 7], [8]], **FEW)
+    assert ids.usage.prompt_tokens == 4
+
+
+def test_chats_whole_and_streamed(client: Any, model: str) -> None:
+    whole = client.chat.completions.create(model=model, messages=TURNS, **FEW)
+    assert whole.choices[0].message.role == "assistant"
+    stream = client.chat.completions.create(model=model, messages=TURNS, stream=True, **FEW)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert text == whole.choices[0].message.content
+
+
+def test_logprobs_in_both_shapes(client: Any, model: str) -> None:
+    text = client.completions.create(model=model, prompt=PROMPT, logprobs=2, **FEW).choices[0]
+    assert len(text.logprobs.tokens) == len(text.logprobs.token_logprobs) == 5
+    chat = client.chat.completions.create(
+        model=model, messages=TURNS, logprobs=True, top_logprobs=2, **FEW
+    ).choices[0]
+    assert [len(token.top_logprobs) for token in chat.logprobs.content] == [2] * 5
+    assert b"".join(bytes(t.bytes) for t in chat.logprobs.content).decode() == chat.message.content
+
+
+def test_the_clients_own_stream_helper(client: Any, model: str) -> None:
+    with client.chat.completions.stream(
+        model=model, messages=TURNS, stream_options={"include_usage": True}, **FEW
+    ) as stream:
+        seen = {event.type for event in stream}
+        final = stream.get_final_completion()
+    assert {"chunk", "content.delta", "content.done"} <= seen
+    assert final.choices[0].finish_reason == "length"
+    assert final.usage.completion_tokens == 5
+
+
+async def test_async(served: Cluster, key: str) -> None:
+    async with openai.AsyncOpenAI(base_url=served.url + "/v1", api_key=key, max_retries=0) as client:
+        model = (await client.models.list()).data[0].id
+        whole = await client.chat.completions.create(model=model, messages=TURNS, **FEW)
+        stream = await client.chat.completions.create(model=model, messages=TURNS, stream=True, **FEW)
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        assert text == whole.choices[0].message.content
+        assert (await client.completions.create(model=model, prompt=PROMPT, **FEW)).choices[0].text
+
+
+def test_a_raw_response_shows_the_request_id(client: Any, model: str) -> None:
+    raw = client.completions.with_raw_response.create(model=model, prompt=PROMPT, **FEW)
+    assert raw.headers["x-request-id"] == raw.parse().id
+
+
+def test_a_stream_that_is_left_frees_the_cluster(served: Cluster, client: Any, model: str) -> None:
+    import asyncio
+
+    with client.completions.create(model=model, prompt=PROMPT, stream=True, max_tokens=4000) as stream:
+        next(iter(stream))
+    asyncio.run(served.idle())
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "code", "param"),
+    [
+        ({"temperature": -1}, "BadRequestError", "invalid_value", "temperature"),
+        ({"prompt": ""}, "BadRequestError", "empty_prompt", "prompt"),
+        ({"prompt": [5] * 9000}, "BadRequestError", "context_length_exceeded", None),
+        ({"model": "other"}, "NotFoundError", "model_not_found", "model"),
+    ],
+)
+def test_errors_have_their_classes(
+    client: Any, model: str, fields: dict[str, Any], kind: str, code: str, param: str | None
+) -> None:
+    for stream in (False, True):
+        with pytest.raises(getattr(openai, kind)) as caught:
+            client.completions.create(**{"model": model, "prompt": "a", "stream": stream} | fields)
+        assert caught.value.code == code
+        assert param is None or caught.value.param == param
+
+
+def test_a_wrong_key_and_an_endpoint_that_is_not_served(served: Cluster, client: Any, model: str) -> None:
+    with (
+        openai.OpenAI(base_url=served.url + "/v1", api_key="wrong", max_retries=0) as stranger,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        stranger.models.list()
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.embeddings.create(model=model, input="a")
+    assert caught.value.code == "unsupported_endpoint"
+
+
+def test_it_comes_again_after_429_and_503_and_tells_an_error_in_a_stream() -> None:
+    fake = FakeRouter()
+    try:
+        with openai.OpenAI(base_url=fake.url + "/v1", api_key="none", max_retries=2) as client:
+            answer = {"id": "c", "object": "text_completion", "created": 1, "model": "m", "choices": []}
+            fake.answers = [refusal(429, "queue_full", "1"), refusal(503, "no_worker", "1"), answer]
+            assert client.completions.create(model="m", prompt="a").id == "c"
+            assert len(fake.seen) == 3
+            error = {
+                "error": {"message": "gone", "type": "server_error", "param": None, "code": "worker_lost"}
+            }
+            fake.answers = [events(piece("a"), error, done=False)]
+            with pytest.raises(openai.APIError, match="gone"):
+                list(client.completions.create(model="m", prompt="a", stream=True))
+    finally:
+        fake.close()

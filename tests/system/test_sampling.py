@@ -1,0 +1,185 @@
+"""Every way of choosing tokens, across the split: what one worker alone says, what transformers says, and
+what an answer says that has lost its decode worker on the way."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cluster import Cluster, running
+from reference import prompts
+from transformers import AutoModelForCausalLM
+
+TOKENS = 12
+# 260 and 1000 are likely for the tiny model after these prompts, so that forbidding or lifting them tells.
+FEATURES: dict[str, dict[str, Any]] = {
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": -1.2},
+    "repetition": {"repetition_penalty": 1.7},
+    "bias": {"logit_bias": {"260": 1.5, "1000": -100.0, "7": 0.75}},
+    "bad words": {"bad_words": ["the", "a long one", "\n"]},
+    "allowed": {"allowed_token_ids": list(range(200, 1500))},
+    "least": {"min_tokens": TOKENS, "ignore_eos": False},
+    "seeded": {"temperature": 0.8, "seed": 11},
+    "filters": {"temperature": 1.3, "seed": 5, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
+    "logprobs": {"logprobs": 5},
+    "prompt logprobs": {"prompt_logprobs": 2},
+    "n": {"n": 3},
+    "best": {"n": 2, "best_of": 4, "temperature": 0.9, "seed": 3},
+}
+PAIRS = [dict(pair) for pair in itertools.combinations(FEATURES.items(), 2)]
+
+
+@pytest.fixture(scope="module")
+def colocated(tiny_dir: Path) -> Iterator[Cluster]:
+    with running(tiny_dir, cluster__prefill=0, cluster__decode=0, cluster__colocated=1) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def split_tcp(tiny_dir: Path) -> Iterator[Cluster]:
+    with running(tiny_dir, worker__transport="tcp") as cluster:
+        yield cluster
+
+
+def together(fields: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for one in fields.values():
+        merged |= one
+    if "n" in merged and merged.get("best_of", merged["n"]) < merged["n"]:
+        merged["best_of"] = merged["n"]
+    return merged
+
+
+async def said(cluster: Cluster, prompt: list[int], fields: dict[str, Any]) -> list[dict[str, Any]]:
+    return (await cluster.generate(prompt, TOKENS, **fields))["choices"]
+
+
+@pytest.mark.parametrize("length", [1, 16, 37])
+async def test_each_feature_and_each_pair_says_the_same_on_both_sides_of_the_split(
+    split: Cluster, split_tcp: Cluster, colocated: Cluster, tiny_dir: Path, length: int
+) -> None:
+    (prompt,) = [one for one in prompts(tiny_dir, 40) if len(one) >= length][:1]
+    prompt = prompt[:length]
+    seen = set()
+    # All pairs once, spread over the lengths; each feature alone at each of them.
+    spread = PAIRS[[1, 16, 37].index(length) :: 3]
+    for fields in [{name: one} for name, one in FEATURES.items()] + spread:
+        body = together(fields)
+        alone = await said(colocated, prompt, body)
+        assert await said(split, prompt, body) == alone, fields
+        if len(fields) == 1:
+            assert await said(split_tcp, prompt, body) == alone, fields
+        seen.add(str(alone[0]["token_ids"]))
+    assert len(seen) > 6  # the features do something
+    for cluster in (split, split_tcp, colocated):
+        await cluster.idle()
+
+
+OF_TRANSFORMERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "repetition": ({"repetition_penalty": 1.7}, {"repetition_penalty": 1.7}),
+    "bias": (
+        {"logit_bias": {"260": 1.5, "7": 0.75}},
+        {"sequence_bias": {(260,): 1.5, (7,): 0.75}},
+    ),
+    "repetition and bias": (
+        {"repetition_penalty": 1.3, "logit_bias": {"260": 2.0}},
+        {"repetition_penalty": 1.3, "sequence_bias": {(260,): 2.0}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_TRANSFORMERS)
+async def test_ids_and_logprobs_are_those_of_transformers(split: Cluster, tiny_dir: Path, name: str) -> None:
+    ours, theirs = OF_TRANSFORMERS[name]
+    model = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32).eval()
+    for prompt in prompts(tiny_dir, 5, longest=60):
+        (choice,) = await said(split, prompt, ours | {"logprobs": 3, "prompt_logprobs": 3})
+        out = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=TOKENS,
+            eos_token_id=model.config.vocab_size,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+            **theirs,
+        )
+        assert choice["token_ids"] == out.sequences[0, len(prompt) :].tolist()
+        whole = torch.tensor([prompt + choice["token_ids"]])
+        with torch.inference_mode():
+            table = model(whole).logits[0].double().log_softmax(-1)
+        told = choice["prompt_logprobs"] + choice["logprobs"]
+        assert [one["token_id"] for one in told] == whole[0].tolist()
+        assert told[0]["logprob"] is None
+        assert told[0]["top"] == []
+        for at, one in enumerate(told[1:]):
+            assert one["logprob"] == pytest.approx(float(table[at, one["token_id"]]), abs=1e-4)
+            best = table[at].topk(3)
+            assert [top["logprob"] for top in one["top"]] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+async def test_a_token_that_is_forbidden_never_comes(split: Cluster) -> None:
+    prompt = [5, 6, 7]
+    plain = await split.ids(prompt, TOKENS)
+    (choice,) = await said(split, prompt, {"logit_bias": {str(plain[0]): -100}})
+    assert plain[0] not in choice["token_ids"]
+    (choice,) = await said(split, prompt, {"allowed_token_ids": [9, 8]})
+    assert set(choice["token_ids"]) <= {8, 9}
+    (choice,) = await said(split, prompt, {"allowed_token_ids": [9], "presence_penalty": 2})
+    assert choice["token_ids"] == [9] * TOKENS
+
+
+FAILOVER: dict[str, Any] = {
+    "temperature": 0.9,
+    "seed": 21,
+    "presence_penalty": 0.7,
+    "repetition_penalty": 1.2,
+    "logit_bias": {"260": 1.0},
+    "logprobs": 2,
+}
+
+
+async def test_an_answer_that_loses_its_decode_worker_goes_on_with_all_it_has_chosen(tiny_dir: Path) -> None:
+    with running(tiny_dir, cluster__decode=2) as cluster:
+        prompt, tokens = list(range(40, 75)), 60
+        undisturbed = (await cluster.generate(prompt, tokens, **FAILOVER))["choices"][0]
+        ids: list[int] = []
+        told: list[Any] = []
+        killed = 0
+        async for event in cluster.stream(prompt, tokens, **FAILOVER):
+            assert "error" not in event, event
+            for choice in event["choices"]:
+                ids += choice["token_ids"]
+                told += choice["logprobs"]
+            if len(ids) >= 10 and not killed:
+                (killed,) = [w["pid"] for w in await cluster.workers("decode") if w["requests"]]
+                os.kill(killed, signal.SIGKILL)
+        assert ids == undisturbed["token_ids"]
+        assert told == undisturbed["logprobs"]
+        assert await cluster.metric("pagerelay_recoveries_total") >= 1
+
+
+@pytest.mark.parametrize("length", [15, 16, 33, 512])
+async def test_several_answers_ship_the_prompt_once(split: Cluster, length: int) -> None:
+    async def shipped(n: int, start: int) -> float:
+        before = await split.metric("pagerelay_handover_bytes_total")
+        prompt = [start + at % 900 for at in range(length)]
+        choices = await said(split, prompt, {"n": n, "temperature": 1.0, "seed": 7})
+        await split.idle()
+        assert [choice["index"] for choice in choices] == list(range(n))
+        alone = await said(split, prompt, {"n": 1, "temperature": 1.0, "seed": 7})
+        assert alone[0]["token_ids"] == choices[0]["token_ids"]
+        assert len({str(choice["token_ids"]) for choice in choices}) > n // 2
+        return await split.metric("pagerelay_handover_bytes_total") - before
+
+    # Both ask for one answer more, whose prompt is known by then: what is shipped twice is at most a tail.
+    assert await shipped(8, 2000 + length) == await shipped(1, 4000 + length) > 0
