@@ -197,6 +197,8 @@ def _counters(total: Counters) -> Iterator[Metric]:
         ),
         ("pagerelay_engine_step_seconds", total.step_seconds, "Time spent in steps"),
         ("pagerelay_worker_tokens", total.tokens_generated, "Tokens sampled"),
+        ("pagerelay_drafted_tokens", total.tokens_drafted, "Tokens guessed by speculative decoding"),
+        ("pagerelay_accepted_tokens", total.tokens_accepted, "Guessed tokens that were right"),
         (
             "pagerelay_corrupt_blocks",
             total.corrupt_blocks,
@@ -204,6 +206,7 @@ def _counters(total: Counters) -> Iterator[Metric]:
         ),
         ("pagerelay_ledger_faults", total.ledger_faults, "Block ledgers found broken; always 0"),
         ("pagerelay_leases_expired", total.leases_expired, "Leases that ran out"),
+        ("pagerelay_copied_blocks", total.copied_blocks, "Blocks copied before a beam wrote to a shared one"),
         ("pagerelay_preemptions", total.preemptions, "Sequences preempted for want of blocks"),
         (
             "pagerelay_transport_fallbacks",

@@ -7,8 +7,8 @@ import time
 import torch
 
 from pagerelay.bench.gpu.bench import Bench
-from pagerelay.common.engine.core import EngineLimits
 from pagerelay.common.engine.leasing import Leasing
+from pagerelay.common.engine.parts import EngineLimits
 from pagerelay.common.kv.pool import KvPool
 from pagerelay.common.model.batch import Row, build_batch
 from pagerelay.common.model.runner import ModelFacts, ModelRunner

@@ -13,9 +13,10 @@ import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-from pagerelay.common.engine.flight import Flight, Launcher, StepStats, in_flight
+from pagerelay.common.engine.drafting import Drafting
+from pagerelay.common.engine.flight import Flight, Launcher, in_flight
+from pagerelay.common.engine.parts import EngineLimits, Outbox, StepStats
 from pagerelay.common.engine.scheduler import Scheduler
 from pagerelay.common.engine.sequence import Sequence
 from pagerelay.common.engine.wishes import Wish, wish_of
@@ -28,7 +29,6 @@ from pagerelay.common.wire.account import BlockCounts
 from pagerelay.common.wire.messages import (
     DecodeJob,
     Failed,
-    Message,
     PrefillJob,
     PromptScores,
 )
@@ -36,6 +36,8 @@ from pagerelay.common.wire.sampling import named_tokens
 
 NUM_REMEMBERED = 4096
 """Requests and leases of the past that are remembered."""
+NUM_FINISHED = 256
+"""Answers of the past that are remembered with all their tokens."""
 
 
 def _nothing() -> None:
@@ -44,25 +46,6 @@ def _nothing() -> None:
 
 def _ignored(kind: str, reason: str) -> None:
     pass
-
-
-@dataclass(slots=True)
-class EngineLimits:
-    block_size: int
-    max_num_seqs: int
-    max_batch_tokens: int
-    prefix_cache: bool = True
-    step_ahead: bool = False
-    """Begin a step while the one before it runs, where the operations can choose tokens on a device."""
-
-
-@dataclass(slots=True)
-class Outbox:
-    """Messages that an engine wants sent, in order: to routers by id, to decode workers by their link's
-    identity."""
-
-    to_router: list[tuple[str, Message]] = field(default_factory=list)
-    to_peer: list[tuple[bytes, Message]] = field(default_factory=list)
 
 
 class EngineCore(ABC):
@@ -75,7 +58,10 @@ class EngineCore(ABC):
         self.pool = pool
         self.blocks = BlockPool(pool.num_blocks, PrefixCache() if limits.prefix_cache else None)
         self.max_model_len = min(facts.max_model_len, pool.num_blocks * limits.block_size)
-        self._launcher = Launcher(runner, pool, limits.block_size, limits.step_ahead)
+        speculation, eos = limits.speculation, facts.eos_token_ids
+        drafting = Drafting(speculation, eos, self.max_model_len) if speculation is not None else None
+        # Guesses follow the last token, so they have to know it.
+        self._launcher = Launcher(runner, pool, limits.block_size, limits.step_ahead and drafting is None)
         self.scheduler = Scheduler(
             self.blocks,
             PrefixHasher(facts.digest, limits.block_size),
@@ -84,17 +70,24 @@ class EngineCore(ABC):
             max_batch_tokens=limits.max_batch_tokens,
             on_admit=self._admitted,
             on_short=self._short,
+            drafting=drafting,
         )
         self.stats = StepStats()
+        self.num_copied_blocks = 0
+        """Shared ones, before somebody wrote to them."""
         self.written: int | None = None
         """The pool's mark of the step that was applied last."""
         self._outbox = Outbox()
         self._by_request: dict[str, Sequence] = {}
         self._flights: list[Flight] = []
         """Steps that the model was given and that are not applied yet, oldest first."""
+        self._suspending: set[str] = set()
+        """Requests to be suspended when no step holds them: until then none is begun ahead."""
         self._past: OrderedDict[str, int] = OrderedDict()
         """Requests that have left or were taken back before they came, with their attempt: what is said of
         them again, or late, finds nobody."""
+        self._finished: OrderedDict[str, Sequence] = OrderedDict()
+        """Answers that ended here lately: the router may ask for their end, should it have been lost."""
         self.on_dropped: Callable[[str, str], None] = _ignored
         """``(kind, reason)`` of a message that is dropped; called with the lock held."""
         self.on_planned: Callable[[], None] = _nothing
@@ -135,13 +128,14 @@ class EngineCore(ABC):
             return False
         with self.lock:
             batch = self._launcher.build(flight, behind)
+        self.num_copied_blocks += self._launcher.copy_shared(flight)
         self._launcher.launch(flight, batch)
         return True
 
     def _goes_behind(self, flight: Flight) -> bool:
         """May a step be planned while this one runs? Not where its tokens decide what the next one is, nor
         where somebody would have to be preempted, whose blocks would not come back at once."""
-        return self._launcher.ahead and flight.plain and self.scheduler.has_room and not self._must_apply()
+        return self._launcher.ahead and flight.plain and self.scheduler.has_room and not self._suspending
 
     def _planned(self, seq: Sequence, count: int) -> Wish:
         wish = wish_of(seq, count, self.facts.eos_token_ids)
@@ -197,7 +191,10 @@ class EngineCore(ABC):
                 seq.logprobs[index] = logprobs
             if not self._sampled(seq, token, index):
                 break
-        seq.draft = []
+        if seq.draft:
+            self.stats.drafted += len(seq.draft)
+            self.stats.accepted += number - 1
+            self.scheduler.settle_draft(seq, number - 1)
         return number
 
     def fail_step(self, message: str) -> int:
@@ -275,7 +272,7 @@ class EngineCore(ABC):
     def probe(self, owner: str, request_id: str, attempt: int, next_index: int) -> None:
         """Says again what a router may have missed, or that the request is not here."""
         with self.lock:
-            seq = self._by_request.get(request_id)
+            seq = self._by_request.get(request_id) or self._finished.get(request_id)
             if seq is not None and seq.attempt == attempt:
                 self._repeat(seq, next_index)
             else:
@@ -322,10 +319,6 @@ class EngineCore(ABC):
         """Will it be computed here after the token that it is about to sample, unless that one is its end?"""
         return not seq.ends_at(seq.next_index + seq.pending, self.max_model_len)
 
-    def _must_apply(self) -> bool:
-        """Is somebody waiting for a sequence to be in no step?"""
-        return False
-
     def _computed(self, plan: list[tuple[Sequence, int]]) -> None:  # noqa: B027 - a hook, nothing by default
         """The step's KV is written and not applied yet. The lock is not held: for work on its bytes."""
 
@@ -341,6 +334,11 @@ class EngineCore(ABC):
         """It is nobody's any more; what is said of it from now on is late."""
         del self._by_request[seq.request_id]
         self._remember(seq.request_id, seq.attempt)
+
+    def _keep_answer(self, seq: Sequence) -> None:
+        self._finished[seq.request_id] = seq
+        if len(self._finished) > NUM_FINISHED:
+            self._finished.popitem(last=False)
 
     def _remember(self, request_id: str, attempt: int) -> None:
         self._past[request_id] = attempt
@@ -367,7 +365,8 @@ class EngineCore(ABC):
         seq.holder = holder
 
     def _leaving(self) -> list[Sequence]:
-        """Sequences that have left and whose blocks somebody still touches."""
+        """Sequences that no request is known by and whose blocks somebody still touches: they have left, or
+        are beams beside the first."""
         return [seq for seq in in_flight(self._flights) if seq.doomed]
 
     # ------------------------------------------------------------------ reading

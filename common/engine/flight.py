@@ -21,15 +21,6 @@ from pagerelay.common.model.runner import ModelRunner
 
 
 @dataclass(slots=True)
-class StepStats:
-    """What one step did, for metrics."""
-
-    num_seqs: int = 0
-    num_prefill_tokens: int = 0
-    sampled: int = 0
-
-
-@dataclass(slots=True)
 class Flight:
     """One step. ``wishes``: those of its sequences that are not applied yet."""
 
@@ -73,6 +64,17 @@ class Launcher:
         if behind is not None and behind.chosen is not None and bool((batch.token_ids < 0).any()):
             batch = replace(batch, late_ids=behind.chosen.ids)
         return batch
+
+    def copy_shared(self, flight: Flight) -> int:
+        """What others compute with too becomes a sequence's own, before the step writes to it. Returns the
+        number of blocks."""
+        writers = [wish.seq for wish in flight.wishes if wish.seq.copied_block is not None]
+        sources = [seq.copied_block for seq in writers if seq.copied_block is not None]
+        if writers:
+            self._pool.copy(sources, [seq.block_ids[-1] for seq in writers])
+        for seq in writers:
+            seq.copied_block = None
+        return len(writers)
 
     def launch(self, flight: Flight, batch: Batch) -> None:
         logits = self._runner.run(batch, self._pool.tensor)

@@ -8,7 +8,11 @@ Rules, in this order:
    to the oldest, the rest to those with the least left to compute. So a long prompt cannot hold up short
    ones, nor they it, and those that decode hold up neither.
 3. Waiting sequences enter in order of arrival as soon as their blocks are there.
-4. A decoding sequence that needs a block and finds none preempts the youngest; the oldest is never preempted.
+4. A decoding sequence writes to no block that others compute with too: it gets one of its own first, into
+   which the step copies what is there.
+5. A decoding sequence that needs a block and finds none preempts the youngest; the oldest is never preempted.
+6. Guesses of decoding sequences, oldest first, get what is left: of the token budget, of the rows that
+   ``max_num_seqs`` stands for, and of blocks beyond one for each sequence. They hold blocks for one step.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable
 
+from pagerelay.common.engine.drafting import Drafting
 from pagerelay.common.engine.sequence import Sequence
 from pagerelay.common.hashing import PrefixHasher
 from pagerelay.common.kv.blocks import BlockPool
@@ -39,6 +44,7 @@ class Scheduler:
         max_batch_tokens: int,
         on_admit: Callable[[Sequence], None],
         on_short: Callable[[Sequence], bool],
+        drafting: Drafting | None = None,
     ) -> None:
         """``on_admit``: a waiting sequence got its blocks. ``on_short(sequence)``: a block is missing for it;
         make room (now: return True; later: return False, and the sequence sits this step out)."""
@@ -49,13 +55,21 @@ class Scheduler:
         self._max_batch_tokens = max_batch_tokens
         self._on_admit = on_admit
         self._on_short = on_short
+        self.drafting = drafting
+        """Makes guesses for those that decode; ``None``: nobody does."""
         self.num_elsewhere = 0
-        """Sequences that hold blocks here and do not run yet: they count against ``max_num_seqs``."""
+        """Sequences (or what they will become) that hold blocks here and do not run yet: they count against
+        ``max_num_seqs``."""
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
+
+    @property
+    def num_taken(self) -> int:
+        """Of the ``max_num_seqs`` places."""
+        return sum(sequence.width for sequence in self.running) + self.num_elsewhere
 
     def add_waiting(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=by_age)
@@ -82,7 +96,7 @@ class Scheduler:
         room yet."""
         need = self.blocks_for(sequence.num_tokens) - len(cached)
         self._blocks.share(cached, sequence.holder)
-        if self._blocks.available < need + headroom:
+        if self._blocks.available < need + headroom + sequence.width - 1:
             self._blocks.drop(cached, sequence.holder)
             return False
         sequence.block_ids = cached + self._blocks.take(need, sequence.holder)
@@ -101,12 +115,12 @@ class Scheduler:
         sequence.num_known_blocks = full
 
     def _admit(self) -> None:
-        while self.waiting and len(self.running) + self.num_elsewhere < self._max_num_seqs:
+        while self.waiting and self.num_taken + self.waiting[0].width <= self._max_num_seqs:
             sequence = self.waiting[0]
             # At least one token is always computed: its logits are what the answer starts from. Where the
             # prompt's own are wanted, all are.
             cached = [] if sequence.scores_prompt else self.match_prefix(sequence, sequence.num_tokens - 1)
-            if not self.reserve(sequence, cached, headroom=len(self.running) + self.num_elsewhere):
+            if not self.reserve(sequence, cached, headroom=self.num_taken):
                 return
             self.waiting.pop(0)
             insort(self.running, sequence, key=by_age)
@@ -136,11 +150,45 @@ class Scheduler:
                 if sequence.scores_prompt:
                     counts[id(sequence)] = min(counts[id(sequence)], MAX_SCORED_ROWS)
             chosen += [(sequence, counts[id(sequence)]) for sequence in prompts if counts[id(sequence)]]
+        if self.drafting is not None:
+            self._draft(self.drafting, chosen)
         return chosen
 
+    def _draft(self, drafting: Drafting, chosen: list[tuple[Sequence, int]]) -> None:
+        computed = sum(count for _, count in chosen)
+        room = min(self._max_num_seqs - len(chosen), self._max_batch_tokens - computed)
+        drafting.begin()
+        for sequence, _ in chosen:
+            guesses = drafting.guesses(sequence, room) if room > 0 else []
+            if guesses:
+                missing = self.blocks_for(sequence.num_tokens + len(guesses)) - len(sequence.block_ids)
+                spare = self._blocks.available - len(self.running) - self.num_elsewhere
+                if 0 < missing <= spare:
+                    sequence.block_ids += self._blocks.take(missing)
+                fitting = len(sequence.block_ids) * self._block_size - sequence.num_tokens
+                sequence.draft = guesses[:fitting]
+                room -= len(sequence.draft)
+
+    def settle_draft(self, sequence: Sequence, kept: int) -> None:
+        """Its step is over, so many guesses were right: the blocks of those that were not are given back."""
+        if sequence.drafter is not None:
+            sequence.drafter.told(sequence.num_tokens, len(sequence.draft), kept)
+        sequence.draft = []
+        self.trim(sequence, sequence.num_tokens)
+
+    def trim(self, sequence: Sequence, num_tokens: int) -> None:
+        """Gives back what it holds beyond the blocks of so many tokens."""
+        spare = sequence.block_ids[self.blocks_for(num_tokens) :]
+        if spare:
+            self._blocks.drop(spare, sequence.holder)
+            del sequence.block_ids[-len(spare) :]
+
     def _has_room(self, sequence: Sequence) -> bool:
-        while self._num_missing(sequence):
+        while (missing := self._num_missing(sequence) > 0) or self._blocks.is_shared(sequence.block_ids[-1]):
             if self._blocks.available:
+                if not missing:
+                    sequence.copied_block = sequence.block_ids.pop()
+                    self._blocks.drop([sequence.copied_block])
                 sequence.block_ids += self._blocks.take(1)
             elif not self._on_short(sequence) or sequence not in self.running:
                 return False
@@ -153,4 +201,5 @@ class Scheduler:
     def has_room(self) -> bool:
         """Will the next :meth:`plan` find a block for all that need one, so that nobody has to go?"""
         decoding = [sequence for sequence in self.running if sequence.num_due == 1]
-        return self._blocks.available >= sum(map(self._num_missing, decoding))
+        shared = sum(self._blocks.is_shared(sequence.block_ids[-1]) for sequence in decoding)
+        return self._blocks.available >= shared + sum(map(self._num_missing, decoding))

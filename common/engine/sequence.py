@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
 from pagerelay.common.kv.blocks import Holder
 from pagerelay.common.model.logits import SampleRequest
 from pagerelay.common.states import Machine
 from pagerelay.common.wire.sampling import FinishReason, SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    from pagerelay.common.engine.drafting import Drafter
 
 
 class Sequence:
@@ -23,8 +27,10 @@ class Sequence:
     __slots__ = (
         "attempt",
         "block_ids",
+        "copied_block",
         "doomed",
         "draft",
+        "drafter",
         "first_index",
         "holder",
         "keys",
@@ -41,6 +47,7 @@ class Sequence:
         "request_id",
         "sampling",
         "token_ids",
+        "width",
     )
 
     def __init__(
@@ -80,6 +87,13 @@ class Sequence:
         self.draft: list[int] = []
         """Guesses at the tokens to come, computed in the next step beside the last token: those that are
         sampled are kept."""
+        self.drafter: Drafter | None = None
+        """Makes the guesses, where there are any."""
+        self.copied_block: int | None = None
+        """A block that others write to as well: the next step copies it into the one that has come in its
+        place."""
+        self.width = 1
+        """Sequences that it is, or will soon become."""
         self.queued = 0
         """Tokens whose KV is being computed by steps that are not applied yet."""
         self.pending = 0
@@ -123,11 +137,12 @@ class Sequence:
         return self.sampling.prompt_logprobs is not None and self.first_index == 0
 
     def finish_reason(self, token: int, index: int, eos: Seq[int], max_model_len: int) -> FinishReason | None:
-        """Does ``token`` at output position ``index``, already appended, end the answer?"""
+        """Does ``token`` at output position ``index``, already appended, end the answer? Those of beams end
+        with the search."""
         params = self.sampling
-        if index + 1 >= params.min_tokens and (
-            token in params.stop_token_ids or (token in eos and not params.ignore_eos)
-        ):
+        if params.beam_width:
+            return None
+        if index + 1 >= params.min_tokens and token in self.stops(eos):
             return "stop"
         return "length" if self.ends_at(index, max_model_len) else None
 
@@ -146,10 +161,16 @@ class Sequence:
             self._forbidden(index, eos),
             prompt=self.token_ids[: self.num_prompt],
             output=[*self.token_ids[self.num_prompt :], *guessed],
+            # Of a beam at most so many can be among the best that go on, beside those that end there.
+            branches=width + len(self.stops(eos)) if (width := self.sampling.beam_width) else 0,
         )
 
     def _forbidden(self, index: int, eos: Seq[int]) -> tuple[int, ...]:
         """Ids that may not be sampled at ``index`` because ``min_tokens`` is not reached."""
         if index >= self.sampling.min_tokens:
             return ()
+        return self.stops(eos)
+
+    def stops(self, eos: Seq[int]) -> tuple[int, ...]:
+        """Ids that end an answer, once there are ``min_tokens``."""
         return (*self.sampling.stop_token_ids, *(() if self.sampling.ignore_eos else eos))

@@ -20,8 +20,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from pagerelay.common.config import Config
-from pagerelay.common.engine.core import Outbox
 from pagerelay.common.engine.leasing import Leasing, LeasingEngine
+from pagerelay.common.engine.parts import Outbox
 from pagerelay.common.errors import PagerelayError
 from pagerelay.common.service.build import Parts
 from pagerelay.common.service.data_link import DataLink
@@ -267,6 +267,8 @@ class Worker(ABC):
         counters.step_seconds += seconds
         counters.prompt_tokens_computed += stats.num_prefill_tokens
         counters.tokens_generated += stats.sampled
+        counters.tokens_drafted += stats.drafted
+        counters.tokens_accepted += stats.accepted
 
     def _give_up(self) -> None:
         log.error("the engine cannot go on: this worker ends")

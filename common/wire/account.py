@@ -47,11 +47,17 @@ class Counters(Struct, kw_only=True):
     prompt_tokens_cached: int = 0
     prompt_tokens_received: int = 0
     tokens_generated: int = 0
+    tokens_drafted: int = 0
+    """Guessed, computed beside a known one."""
+    tokens_accepted: int = 0
+    """Guesses that turned out right: they are among those generated."""
     steps: int = 0
     step_seqs: int = 0
     step_seconds: float = 0.0
     leases_expired: int = 0
     preemptions: int = 0
+    copied_blocks: int = 0
+    """Blocks that beams shared until one of them wrote to it."""
     corrupt_blocks: int = 0
     """Fetched blocks whose bytes were not those of their checksums: never used, the request recovered."""
     ledger_faults: int = 0

@@ -28,6 +28,7 @@ from pagerelay.common.wire.messages import (
     TokenDelta,
     Tokens,
 )
+from pagerelay.router.beam_flow import BeamFlow
 from pagerelay.router.flow import FlowSettings, RequestFlow
 from pagerelay.router.metrics import RouterMetrics
 from pagerelay.router.policy import LeastLoad
@@ -98,8 +99,8 @@ class House:
         for worker_id in workers:
             self.join(worker_id)
 
-    def join(self, worker_id: str) -> WorkerEntry:
-        self.registry.welcome(hello(worker_id, role=self.ROLES[worker_id[0]]), worker_id.encode())
+    def join(self, worker_id: str, **fields: Any) -> WorkerEntry:
+        self.registry.welcome(hello(worker_id, role=self.ROLES[worker_id[0]], **fields), worker_id.encode())
         entry = self.registry.by_id(worker_id)
         assert entry is not None
         return entry
@@ -127,7 +128,8 @@ class House:
         rejoin_wait_s: float = 0.0,
         probe_s: float = 5.0,
     ) -> Driven:
-        flow = RequestFlow(
+        kind = BeamFlow if sampling.beam_width else RequestFlow
+        flow = kind(
             request_id="r",
             prompt=prompt,
             sampling=sampling,

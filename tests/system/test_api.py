@@ -216,6 +216,30 @@ async def test_prompt_too_long_and_cap_too_big(split: Cluster) -> None:
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize(
+    ("head", "status", "code"),
+    [
+        (b"GET /livez HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 20_000, 431, "header_too_large"),
+        (b"GET /livez?" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: x", 431, "header_too_large"),
+        (b"GET /livez HTTP/1.1\r\nHost: x\r\nno colon", 400, "malformed_http"),
+        (b"\x16\x03\x01\x02\x00 not http at all", 400, "malformed_http"),
+    ],
+    ids=["header", "line", "colon", "rubbish"],
+)
+async def test_what_is_not_http_is_refused_in_the_shape_of_all_errors(
+    split: Cluster, head: bytes, status: int, code: str
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(split.url.rpartition(":")[2]))
+    writer.write(head + b"\r\n\r\n")
+    async with asyncio.timeout(10):
+        answer = await reader.read()  # to the end: the connection is closed
+    writer.close()
+    top, _, body = answer.partition(b"\r\n\r\n")
+    assert top.startswith((b"HTTP/1.1 %d " % status, b"HTTP/1.0 %d " % status)), top
+    error = json.loads(body)["error"]
+    assert (error["code"], error["type"]) == (code, "invalid_request_error")
+
+
 async def test_large_and_odd_bodies(split: Cluster) -> None:
     big = json.dumps({"prompt": "a" * 5_000_000}).encode()
     status, answer, _ = await post(split, "/generate", big)

@@ -296,7 +296,7 @@ def test_models() -> None:
 def test_cheap(kind: type[Reply]) -> None:
     """The hot path: far more than 20,000 tokens/s a core."""
     reply = kind("smol", WORDS, include_usage=True)
-    began = time.perf_counter()
+    began = time.thread_time()
     for _ in range(20_000):
         reply.delta(Piece(0, " token", [5], None))
-    assert time.perf_counter() - began < 1
+    assert time.thread_time() - began < 1
