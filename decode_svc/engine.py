@@ -273,10 +273,7 @@ class DecodeEngine(LeasingEngine):
         """The last token's KV is not computed: the lease covers those before it."""
         seq.machine.move("LEASED")
         lease = self._open_lease(seq, seq.num_computed)
-        spare = seq.block_ids[self.scheduler.blocks_for(seq.num_computed) :]
-        if spare:
-            self.blocks.drop(spare, seq.holder)
-            del seq.block_ids[-len(spare) :]
+        self.scheduler.trim(seq, seq.num_computed)
         self._complete_lease(lease, seq.token_ids[-1])
 
     def _repeat(self, seq: Sequence, next_index: int) -> None:

@@ -14,6 +14,7 @@ from pagerelay.router.pieces import Piece, Told
 from pagerelay.router.replies import Timings, Usage
 from pagerelay.router.service import RouterService
 from pagerelay.router.stops import StopMatcher
+from pagerelay.router.tool_calls import CallDelta, ToolParser
 from pagerelay.router.validate import ParsedRequest
 
 
@@ -28,6 +29,7 @@ class Choice:
     finish_reason: FinishReason | None = None
     told: list[Told] = field(default_factory=list)
     prompt_told: list[Told] = field(default_factory=list)
+    calls: list[CallDelta] = field(default_factory=list)
 
 
 class Answer:
@@ -87,7 +89,8 @@ class Answer:
     async def _read(self, choice: Choice) -> None:
         parsed, metrics, clock = self._parsed, self._service.metrics, self._service.clock
         tokenizer = self._service.tokenizer
-        detokenizer = tokenizer.detokenizer(parsed.skip_special_tokens)
+        parser = ToolParser(parsed.tool_rules)
+        detokenizer = tokenizer.detokenizer(parsed.skip_special_tokens, parser.marks)
         stops = StopMatcher(parsed.stop, parsed.include_stop_str_in_output)
         last: float | None = None
         offset = 0
@@ -102,6 +105,7 @@ class Answer:
                 metrics.itl.observe(now - last)
             text: list[str] = []
             told: list[Told] = []
+            calls: list[CallDelta] = []
             if last is None:
                 offset = self._tell_prompt(choice, text, told)
             last = now
@@ -123,13 +127,17 @@ class Answer:
                     new += detokenizer.flush()
                 count = len(choice.token_ids) + taken
                 sent, stopped = stops.push(new, armed=count >= parsed.min_tokens)
-                text.append(sent)
-                if stopped:
+                said, called = parser.push(sent)
+                text.append(said)
+                calls += called
+                if stopped or parser.done:
                     reason = "stop"
                     choice.flow.finished_by_router()
                     break
             if reason is not None:
-                text.append(stops.flush())
+                said, called = parser.push(stops.flush(), last=True)
+                text.append(said)
+                calls += called
             fresh = tokens[:taken]
             metrics.output_tokens.inc(len(fresh))
             choice.token_ids += fresh
@@ -138,7 +146,9 @@ class Answer:
             if reason is not None:
                 await choice.flow.close()  # after a stop string the worker does not know yet that it is over
             choice.told += told
-            self._pieces.put_nowait(Piece(choice.index, choice.parts[-1], fresh, reason, told))
+            choice.calls += calls
+            piece = Piece(choice.index, choice.parts[-1], fresh, reason, told, calls=calls)
+            self._pieces.put_nowait(piece)
 
     def _tell_prompt(self, choice: Choice, text: list[str], told: list[Told]) -> int:
         """What is said of the prompt, once its first token is here. Returns the characters that it has in the
@@ -186,6 +196,7 @@ class Answer:
                 choice.finish_reason or "length",
                 choice.told,
                 choice.prompt_told,
+                choice.calls,
             )
             for choice in self.choices
         ]

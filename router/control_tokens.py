@@ -13,13 +13,13 @@ import json
 import re
 import secrets
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import tokenizers
 
 from pagerelay.common.errors import InvalidRequest
 
-Messages = list[dict[str, str]]
+T = TypeVar("T")
 
 
 class ControlTokens:
@@ -33,21 +33,31 @@ class ControlTokens:
         self._control_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._all = _any_of([content for content in self._added if content])
 
-    def spelled_in(self, messages: Messages) -> bool:
-        return any(self._special.search(message["content"]) for message in messages)
+    def spelled_in(self, value: Any) -> bool:
+        """Does a text anywhere in ``value`` (JSON, keys too) spell out a control token?"""
+        if isinstance(value, str):
+            return self._special.search(value) is not None
+        if isinstance(value, dict):
+            return any(self.spelled_in(part) for pair in value.items() for part in pair)
+        return isinstance(value, list) and any(map(self.spelled_in, value))
 
-    def hide(self, messages: Messages) -> tuple[Messages, dict[str, str]]:
-        """The messages with every spelling under a random name, and what the names stand for."""
+    def hide(self, value: T) -> tuple[T, dict[str, str]]:
+        """``value`` with every spelling under a random name, and what the names stand for."""
         nonce = secrets.token_hex(8)
         names: dict[str, str] = {}
 
         def name_of(match: re.Match[str]) -> str:
-            return names.setdefault(match[0], f"\ue000{nonce}{len(names)}\ue001")
+            # Letters and digits alone: JSON with escapes holds them unchanged.
+            return names.setdefault(match[0], f"x{nonce}x{len(names)}x")
 
-        hidden = [
-            {**message, "content": self._special.sub(name_of, message["content"])} for message in messages
-        ]
-        return hidden, {name: text for text, name in names.items()}
+        def hidden(part: Any) -> Any:
+            if isinstance(part, str):
+                return self._special.sub(name_of, part)
+            if isinstance(part, dict):
+                return {hidden(key): hidden(item) for key, item in part.items()}
+            return [hidden(item) for item in part] if isinstance(part, list) else part
+
+        return hidden(value), {name: text for text, name in names.items()}
 
     def encode(self, rendered: str, hidden: dict[str, str]) -> list[int]:
         """Ids of a rendered chat; equal to the tokenizer's own where ``hidden`` is empty."""

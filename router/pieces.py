@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pagerelay.common.wire.sampling import FinishReason, TokenLogprobs
+from pagerelay.router.tool_calls import CallDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +36,5 @@ class Piece:
     finish_reason: FinishReason | None
     told: list[Told] = field(default_factory=list)
     prompt_told: list[Told] = field(default_factory=list)
+    calls: list[CallDelta] = field(default_factory=list)
+    """Pieces of calls of functions, which are no part of ``text``."""

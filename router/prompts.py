@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
 
 from pagerelay.common.errors import InvalidRequest
-from pagerelay.router.schemas import ChatMessage, ContentPart, Prompt
+from pagerelay.router.chat_template import ChatAbilities, Message
+from pagerelay.router.json_body import decode_body
+from pagerelay.router.schemas import ChatMessage, ChatRequest, ContentPart, Prompt
 
-Message = dict[str, str]
-
-_ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_TOOL_ROLES: Final = ("tool", "function")
+_ROLES: Final = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+_object = msgspec.json.Decoder(dict[str, Any])
 
 
 def read_prompts(prompt: Prompt | None, vocab_size: int) -> list[str | list[int]]:
@@ -39,39 +49,136 @@ def read_prompts(prompt: Prompt | None, vocab_size: int) -> list[str | list[int]
     return list(lists)
 
 
-def read_messages(messages: list[ChatMessage] | None) -> list[Message]:
-    """Turns as a chat template takes them: ``role`` and ``content``, both texts."""
+class Chat(Struct, frozen=True, kw_only=True):
+    """A conversation as the model's template takes it."""
+
+    messages: list[Message]
+    variables: dict[str, Any] = {}
+    """What the template sees beside the messages."""
+    continue_final: bool = False
+    """The prompt ends with the last message's text, so that the answer continues it."""
+
+
+def read_chat(request: ChatRequest, abilities: ChatAbilities, tools: list[dict[str, Any]] | None) -> Chat:
+    """Raises :class:`InvalidRequest` where the template cannot take what is asked for."""
+    variables = _variables(request.chat_template_kwargs or {}, abilities)
+    if tools is not None:
+        variables["tools"] = tools
+    continue_final = request.continue_final_message is True
+    if continue_final and request.add_generation_prompt:
+        message = "continue_final_message and add_generation_prompt exclude each other"
+        raise InvalidRequest(message, param="continue_final_message")
+    if continue_final or request.add_generation_prompt is False:
+        variables["add_generation_prompt"] = False
+    messages = read_messages(request.messages, abilities)
+    last = messages[-1]
+    if continue_final and (last["role"] != "assistant" or last["content"] is None):
+        message = "continue_final_message needs a last message of an assistant with content"
+        raise InvalidRequest(message, param="continue_final_message")
+    return Chat(messages=messages, variables=variables, continue_final=continue_final)
+
+
+def _variables(given: Mapping[str, Any], abilities: ChatAbilities) -> dict[str, Any]:
+    for name in given:
+        if name != "enable_thinking" and name not in abilities.variables:
+            known = ", ".join(sorted({"enable_thinking", *abilities.variables}))
+            raise unsupported(
+                "chat_template_kwargs",
+                f"chat_template_kwargs: {name[:64]!a} is no variable of this model's chat template; "
+                f"known are {known}",
+            )
+    return dict(given)
+
+
+def read_messages(messages: list[ChatMessage] | None, abilities: ChatAbilities) -> list[Message]:
+    """Turns as a chat template takes them: ``role`` and ``content``, and what tools need beside them."""
     if messages is None:
         raise missing("messages")
     if not messages:
         raise InvalidRequest("messages is an empty list; send at least one", param="messages")
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    turns = [_message(message, f"messages[{index}]", abilities) for index, message in enumerate(messages)]
+    if abilities.names:  # clients of OpenAI's API give the id of a call alone, some templates want its name
+        calls = [call for turn in turns for call in turn.get("tool_calls", ())]
+        names = {call["id"]: call["function"]["name"] for call in calls}
+        for turn in turns:
+            if "name" not in turn and turn.get("tool_call_id") in names:
+                turn["name"] = names[turn["tool_call_id"]]
+    return turns
 
 
-def _message(message: ChatMessage, where: str) -> Message:
-    if message.role in _TOOL_ROLES:
-        raise unsupported(f"{where}.role", "messages of tools are not supported")
+def _message(message: ChatMessage, where: str, abilities: ChatAbilities) -> Message:
+    if message.role == "function" or (message.role == "tool" and not abilities.calls):
+        raise unsupported(
+            f"{where}.role", "messages of tools are not supported by this model's chat template"
+        )
     role = _ROLES.get(message.role)
     if role is None:
         known = ", ".join(_ROLES)
         raise InvalidRequest(f"{where}.role is unknown; known are {known}", param=f"{where}.role")
-    for name in ("tool_calls", "function_call"):
-        if getattr(message, name) not in (None, []):
-            raise unsupported(f"{where}.{name}", "tool calls are not supported")
-    content = message.content
-    if content is None or content == []:
+    for name in ("function_call", "audio"):
+        if getattr(message, name) is not None:
+            raise unsupported(f"{where}.{name}", f"{where}.{name} is not supported")
+    calls = _calls(message, f"{where}.tool_calls", abilities)
+    turn: Message = {"role": role, "content": _content(message, where, role in abilities.part_roles)}
+    if calls:
+        turn["tool_calls"] = calls
+    elif turn["content"] is None:
         raise InvalidRequest(f"{where}.content is missing", param=f"{where}.content")
-    if not isinstance(content, str):
-        content = "\n".join(_text(part, f"{where}.content[{i}]") for i, part in enumerate(content))
-    return {"role": role, "content": content}
+    if role == "tool":
+        if message.tool_call_id is None:
+            raise missing(f"{where}.tool_call_id")
+        turn["tool_call_id"] = message.tool_call_id
+    if message.name is not None and abilities.names:
+        turn["name"] = message.name
+    return turn
+
+
+def _content(message: ChatMessage, where: str, takes_parts: bool) -> str | list[Message] | None:
+    content = message.content
+    if content is None or isinstance(content, str):
+        return content
+    texts = [_text(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+    if takes_parts and texts:
+        return [{"type": "text", "text": text} for text in texts]
+    return "\n".join(texts) if texts else None
 
 
 def _text(part: ContentPart, where: str) -> str:
     if part.type != "text":
-        raise unsupported(f"{where}.type", f'{where}.type: only parts of type "text" are supported')
+        shown = ascii(part.type[:32])
+        raise unsupported(f"{where}.type", f'{where}.type {shown}: only parts of type "text" are supported')
     if part.text is None:
         raise InvalidRequest(f"{where}.text is missing", param=f"{where}.text")
     return part.text
+
+
+def _calls(message: ChatMessage, where: str, abilities: ChatAbilities) -> list[Message]:
+    if not message.tool_calls:
+        return []
+    if message.role != "assistant" or not abilities.calls:
+        who = "this model's chat template" if message.role == "assistant" else f"role {message.role}"
+        raise unsupported(where, f"{where}: tool calls are not supported by {who}")
+    calls = []
+    for index, call in enumerate(message.tool_calls):
+        at = f"{where}[{index}]"
+        if call.type != "function":
+            raise unsupported(f"{at}.type", f'{at}.type: only "function" is supported')
+        if call.function is None:
+            raise missing(f"{at}.function")
+        arguments = _arguments(call.function.arguments, f"{at}.function.arguments")
+        function = {"name": call.function.name, "arguments": arguments}
+        calls.append({"id": call.id, "type": "function", "function": function})
+    return calls
+
+
+def _arguments(text: str, param: str) -> dict[str, Any]:
+    """Templates take arguments as an object; an empty text is an empty one."""
+    try:
+        return decode_body(text.encode() or b"{}", _object)
+    except InvalidRequest as error:
+        raise InvalidRequest(
+            f"{param} must be a JSON object in a string: {error.message}", param=param
+        ) from error
 
 
 def _check_ids(ids: list[int], vocab_size: int, param: str) -> None:

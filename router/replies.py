@@ -25,6 +25,7 @@ from pagerelay.router.logprobs import (
 )
 from pagerelay.router.pieces import Piece
 from pagerelay.router.sse import DONE, event, json_body
+from pagerelay.router.tool_calls import CallDelta, whole_calls
 from pagerelay.router.validate import Kind, ParsedRequest
 
 
@@ -155,16 +156,33 @@ class _TextChoice(Struct, frozen=True):
     prompt_logprobs: list[TokenScore] | UnsetType = UNSET
 
 
+ChatFinish = FinishReason | Literal["tool_calls"]
+
+
+class _Function(Struct, frozen=True):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class _ToolCall(Struct, frozen=True):
+    function: _Function
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+    """In streams only."""
+
+
 class _Turn(Struct, frozen=True):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[_ToolCall] | UnsetType = UNSET
 
 
 class _ChatChoice(Struct, frozen=True):
     index: int
     message: _Turn
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinish | None
     logprobs: ChatLogprobs | None = None
     prompt_logprobs: list[TokenScore] | UnsetType = UNSET
 
@@ -172,12 +190,13 @@ class _ChatChoice(Struct, frozen=True):
 class _ChatDelta(Struct, frozen=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[_ToolCall] | UnsetType = UNSET
 
 
 class _ChatChunkChoice(Struct, frozen=True):
     index: int
     delta: _ChatDelta
-    finish_reason: FinishReason | None = None
+    finish_reason: ChatFinish | None = None
     logprobs: ChatLogprobs | None = None
 
 
@@ -230,9 +249,15 @@ class CompletionReply(_OpenAiReply):
 
 
 class ChatReply(_OpenAiReply):
+    """A choice that ends by itself after calls of functions has the finish reason ``tool_calls``."""
+
     prefix = "chatcmpl-"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
+
+    def __init__(self, *settings: Any, **named: Any) -> None:
+        super().__init__(*settings, **named)
+        self._called: set[int] = set()
 
     def start(self, num_choices: int) -> bytes:
         first = _ChatDelta("assistant", "")
@@ -243,21 +268,38 @@ class ChatReply(_OpenAiReply):
         if piece.text or piece.told:
             delta = _ChatDelta(content=piece.text)
             chunk = self._chunk([_ChatChunkChoice(index, delta, logprobs=self._logprobs(piece))])
+        if piece.calls:
+            self._called.add(index)
+            calls = [_tool_call(call, call.index) for call in piece.calls]
+            chunk += self._chunk([_ChatChunkChoice(index, _ChatDelta(tool_calls=calls))])
         if piece.finish_reason is not None:
-            chunk += self._chunk([_ChatChunkChoice(index, _ChatDelta(), piece.finish_reason)])
+            reason = _chat_finish(piece.finish_reason, index in self._called)
+            chunk += self._chunk([_ChatChunkChoice(index, _ChatDelta(), reason)])
         return chunk
 
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
         return chat_logprobs(piece.told, self.vocabulary) if self.logprobs else None
 
     def _choice(self, output: Piece) -> Struct:
+        calls = [_tool_call(call) for call in whole_calls(output.calls)]
+        content = None if calls and not output.text else output.text
         return _ChatChoice(
             output.index,
-            _Turn("assistant", output.text),
-            output.finish_reason,
+            _Turn("assistant", content, tool_calls=calls or UNSET),
+            None if output.finish_reason is None else _chat_finish(output.finish_reason, bool(calls)),
             self._logprobs(output),
             _prompt_logprobs(output, self.vocabulary),
         )
+
+
+def _tool_call(call: CallDelta, index: int | UnsetType = UNSET) -> _ToolCall:
+    if call.id is None or call.name is None:
+        return _ToolCall(_Function(call.arguments), index=index)
+    return _ToolCall(_Function(call.arguments, call.name), call.id, "function", index)
+
+
+def _chat_finish(reason: FinishReason, called: bool) -> ChatFinish:
+    return "tool_calls" if called and reason == "stop" else reason
 
 
 _REPLIES: dict[Kind, type[Reply]] = {

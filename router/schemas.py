@@ -9,8 +9,19 @@ field                            what happens
 ===============================  ===========================================================================
 ``model``                        honoured: exactly the served name; only ``/generate`` may leave it out
 ``prompt``                       honoured: a text, a list of texts, token ids, or a list of lists of them
-``messages``                     honoured: roles system, developer (= system), user, assistant; ``content``
-                                 is a text, or text parts, joined by a newline; ``name`` is ignored
+``messages``                     honoured: roles system, developer (= system), user, assistant, and tool where
+                                 the model's template knows tools; ``content`` is a text, or text parts, which
+                                 a template that takes no parts gets joined by a newline; ``tool_calls`` with
+                                 ``content`` null; ``name`` where the template writes it, else ignored
+``tools``                        chat: functions, rendered by the model's template, ``parameters`` a JSON
+                                 schema; refused where the template has no tools or writes calls in an unknown
+                                 form, ``strict: true`` always
+``tool_choice``                  chat: ``auto`` (the default) and ``none``, which hides the tools from the
+                                 model; ``required`` and a named function are refused
+``parallel_tool_calls``          chat: honoured; with false the answer ends with its first call
+``chat_template_kwargs``         chat: variables of the model's template, and ``enable_thinking``; scalars
+``add_generation_prompt``        chat: honoured, default true
+``continue_final_message``       chat: honoured; the last message is an assistant's, which is then continued
 ``max_tokens``                   honoured, ≥ 1; what does not fit the context is cut to it without a word;
                                  default: ``/generate`` 128, completions 16, chat all that fits
 ``max_completion_tokens``        chat: honoured, beats ``max_tokens``
@@ -65,6 +76,7 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
 MAX_MESSAGES: Final = 4096
+MAX_TOOLS: Final = 128
 
 
 class StreamOptions(Struct, frozen=True):
@@ -169,7 +181,15 @@ NOT_YET: Final[dict[str, tuple[Any, ...]]] = {
 absence.
 """
 
-HONOURED_BY: Final = {"echo": "completions", "top_logprobs": "chat"}
+HONOURED_BY: Final = {
+    "echo": "completions",
+    "top_logprobs": "chat",
+    "tools": "chat",
+    "tool_choice": "chat",
+    "chat_template_kwargs": "chat",
+    "add_generation_prompt": "chat",
+    "continue_final_message": "chat",
+}
 """Fields of :data:`NOT_YET` that one kind of request does have."""
 
 Prompt = str | list[str | TokenId | list[TokenId]]
@@ -194,11 +214,48 @@ class ContentPart(Struct, frozen=True):
     text: str | None = None
 
 
+class FunctionCall(Struct, frozen=True):
+    name: str
+    arguments: str
+    """A JSON object as a text."""
+
+
+class ToolCall(Struct, frozen=True):
+    id: str
+    type: str = "function"
+    function: FunctionCall | None = None
+
+
 class ChatMessage(Struct, frozen=True):
     role: str
     content: str | list[ContentPart] | None = None
-    tool_calls: Any = None
+    name: Annotated[str, Meta(max_length=256)] | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
     function_call: Any = None
+    audio: Any = None
+
+
+class FunctionTool(Struct, frozen=True):
+    name: Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema; absent: no parameters."""
+    strict: bool | None = None
+
+
+class Tool(Struct, frozen=True):
+    type: str
+    function: FunctionTool | None = None
+
+
+class FunctionName(Struct, frozen=True):
+    name: str
+
+
+class ToolChoice(Struct, frozen=True):
+    type: str
+    function: FunctionName | None = None
 
 
 class ChatRequest(Common, frozen=True, kw_only=True):
@@ -206,4 +263,10 @@ class ChatRequest(Common, frozen=True, kw_only=True):
 
     messages: Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)] | None = None
     max_completion_tokens: Tokens | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: str | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     top_logprobs: NumLogprobs | None = None

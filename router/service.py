@@ -20,6 +20,7 @@ from pagerelay.router.policy import LeastLoad, RoutingPolicy
 from pagerelay.router.registry import WorkerRegistry
 from pagerelay.router.sharing import PromptShare
 from pagerelay.router.text import Tokenizer
+from pagerelay.router.tools import tool_family
 from pagerelay.router.validate import Limits, ParsedRequest, check_prompts, finalize
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class RouterService:
         self.clock = time.monotonic
         self.started_at = time.time()
         self.tokenizer = Tokenizer.load(model.folder)
+        self._tool_family = tool_family(config.router.tool_parser, self.tokenizer.template)
         self.registry = WorkerRegistry(
             model_digest=model_digest(model.folder),
             clock=self.clock,
@@ -95,6 +97,8 @@ class RouterService:
             vocab_size=self.model.vocab_size,
             context_len=self.registry.context_len,
             max_choices=self.config.router.max_choices,
+            abilities=self.tokenizer.abilities,
+            tool_family=self._tool_family,
         )
 
     def check_open(self) -> None:
@@ -113,9 +117,10 @@ class RouterService:
         """Token ids of every prompt, made off the event loop and checked against the context."""
         loop = asyncio.get_running_loop()
         if parsed.kind == "chat":
+            chat, encode = parsed.chat, self.tokenizer.encode_chat
             ids = [
                 await loop.run_in_executor(
-                    self._encoders, self.tokenizer.encode_chat, parsed.messages, context_len
+                    self._encoders, encode, chat.messages, context_len, chat.variables, chat.continue_final
                 )
             ]
         else:

@@ -25,7 +25,7 @@ from typing import Any
 import tokenizers
 
 from pagerelay.common.errors import ContextLengthExceeded, InvalidRequest, StartupError
-from pagerelay.router.chat_template import ChatTemplate
+from pagerelay.router.chat_template import ChatAbilities, ChatTemplate, Message
 from pagerelay.router.control_tokens import ControlTokens, encode_ids, restore
 from pagerelay.router.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, token_bytes
 
@@ -64,7 +64,8 @@ class Tokenizer:
         )
         self._longest = self._bytes_a_token(added)
         self._control = ControlTokens(self._definition, added)
-        self._template = ChatTemplate.load(folder, settings, named)
+        self.template = ChatTemplate.load(folder, settings, named)
+        self.abilities = ChatAbilities() if self.template is None else self.template.abilities
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
@@ -94,16 +95,24 @@ class Tokenizer:
         self._check_length(text, context_len)
         return encode_ids(self._encoder, text, add_special_tokens=True)
 
-    def encode_chat(self, messages: list[dict[str, str]], context_len: int | None = None) -> list[int]:
-        """Ids of a conversation (``role`` and ``content`` strings), ready for the assistant's answer."""
-        if self._template is None:
+    def encode_chat(
+        self,
+        messages: list[Message],
+        context_len: int | None = None,
+        variables: dict[str, Any] | None = None,
+        continue_final: bool = False,
+    ) -> list[int]:
+        """Ids of a conversation, ready for the assistant's answer; ``variables`` are the template's others,
+        with ``continue_final`` the answer continues the last message."""
+        if self.template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
-        if self._control.spelled_in(messages):
-            messages, hidden = self._control.hide(messages)
-            text = self._template.render(messages)
+        given: list[Any] = [messages, variables or {}]
+        if self._control.spelled_in(given):
+            given, hidden = self._control.hide(given)
+            text = self.template.render(given[0], given[1], continue_final)
             self._check_length(restore(text, hidden), context_len)
             return self._control.encode(text, hidden)
-        text = self._template.render(messages)
+        text = self.template.render(given[0], given[1], continue_final)
         self._check_length(text, context_len)
         return encode_ids(self._encoder, text, add_special_tokens=False)
 
@@ -130,9 +139,11 @@ class Tokenizer:
 
     # -------------------------------------------------------------------------------------------- decoding
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """A fresh incremental decoder for one choice."""
+    def detokenizer(self, skip_special_tokens: bool = True, keep: Sequence[str] = ()) -> Detokenizer:
+        """A fresh incremental decoder for one choice; special tokens in ``keep`` are never skipped."""
         skip = self.special_ids if skip_special_tokens else frozenset[int]()
+        if keep and skip:
+            skip -= {self._encoder.token_to_id(token) for token in keep}
         if self._byte_level:
             return ByteDetokenizer(self._token_bytes, skip)
         return WindowDetokenizer(self._decode, skip, self._byte_ids)

@@ -3,7 +3,7 @@
 Three steps, each of which may raise an :class:`ApiError` and none of which has begun anything yet::
 
     parsed = parse_request("chat", body, limits)      # types, bounds, unsupported fields, model name
-    ids = tokenizer.encode_chat(parsed.messages)      # text.py, off the event loop
+    ids = tokenizer.encode_chat(parsed.chat.messages) # text.py, off the event loop
     check_prompts(parsed, [ids], limits.context_len)  # empty or too long prompts
     sampling = finalize(parsed, len(ids), limits.context_len, choice_index)
 """
@@ -19,12 +19,13 @@ from msgspec import Struct
 
 from pagerelay.common.errors import ContextLengthExceeded, InvalidRequest, NotFound
 from pagerelay.common.wire.messages import SamplingParams
+from pagerelay.router.chat_template import ChatAbilities, Message
 from pagerelay.router.json_body import decode_body, object_keys
 from pagerelay.router.prompts import (
-    Message,
+    Chat,
     missing,
     outside_vocabulary,
-    read_messages,
+    read_chat,
     read_prompts,
     unsupported,
 )
@@ -36,6 +37,8 @@ from pagerelay.router.schemas import (
     CompletionRequest,
     GenerateRequest,
 )
+from pagerelay.router.tool_calls import ToolFamily, ToolRules
+from pagerelay.router.tools import read_tools
 
 log = logging.getLogger(__name__)
 
@@ -59,17 +62,20 @@ class Limits(Struct, frozen=True, kw_only=True):
     vocab_size: int
     context_len: int
     max_choices: int
+    abilities: ChatAbilities = ChatAbilities()
+    tool_family: ToolFamily | None = None
 
 
 class ParsedRequest(Struct, frozen=True, kw_only=True):
-    """One request, checked. ``prompts`` has one entry a prompt; a chat has ``messages`` instead, and is one
+    """One request, checked. ``prompts`` has one entry a prompt; a chat has ``chat`` instead, and is one
     prompt.
     """
 
     kind: Kind
     model: str
     prompts: list[str | list[int]]
-    messages: list[Message]
+    chat: Chat
+    tool_rules: ToolRules | None
     n: int
     max_tokens: int | None
     temperature: float
@@ -98,6 +104,10 @@ class ParsedRequest(Struct, frozen=True, kw_only=True):
     echo: bool
     best_of: int
     """Answers to a prompt, of which the best ``n`` are given."""
+
+    @property
+    def messages(self) -> list[Message]:
+        return self.chat.messages
 
     @property
     def num_prompts(self) -> int:
@@ -131,9 +141,10 @@ def parse_request(kind: Kind, body: bytes, limits: Limits) -> ParsedRequest:
     _check_model(request.model, kind, limits.served_name)
     _refuse_unsupported(request, kind)
     prompts: list[str | list[int]] = []
-    messages: list[Message] = []
+    chat, tool_rules = Chat(messages=[]), None
     if isinstance(request, ChatRequest):
-        messages = read_messages(request.messages)
+        tools, tool_rules = read_tools(request, limits.abilities, limits.tool_family)
+        chat = read_chat(request, limits.abilities, tools)
     else:
         prompts = read_prompts(request.prompt, limits.vocab_size)
     n = 1 if request.n is None else request.n
@@ -156,7 +167,8 @@ def parse_request(kind: Kind, body: bytes, limits: Limits) -> ParsedRequest:
         kind=kind,
         model=limits.served_name,
         prompts=prompts,
-        messages=messages,
+        chat=chat,
+        tool_rules=tool_rules,
         n=n,
         max_tokens=max_tokens,
         temperature=_or(request.temperature, 1.0),

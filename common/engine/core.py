@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pagerelay.common.engine.drafting import Drafting, Speculation
 from pagerelay.common.engine.scheduler import Scheduler
 from pagerelay.common.engine.sequence import Sequence
 from pagerelay.common.engine.wishes import Wish, answer, wish_of
@@ -57,6 +58,9 @@ class StepStats:
     num_seqs: int = 0
     num_prefill_tokens: int = 0
     sampled: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    """Guessed tokens, and those of them that were kept."""
 
 
 @dataclass(slots=True)
@@ -65,6 +69,7 @@ class EngineLimits:
     max_num_seqs: int
     max_batch_tokens: int
     prefix_cache: bool = True
+    speculation: Speculation | None = None
 
 
 @dataclass(slots=True)
@@ -88,6 +93,8 @@ class EngineCore(ABC):
         self.max_model_len = min(facts.max_model_len, pool.num_blocks * limits.block_size)
         self._runner = runner
         self._sample = sampler_for(runner.ops)
+        speculation, eos = limits.speculation, facts.eos_token_ids
+        drafting = Drafting(speculation, eos, self.max_model_len) if speculation is not None else None
         self.scheduler = Scheduler(
             self.blocks,
             PrefixHasher(facts.digest, limits.block_size),
@@ -96,6 +103,7 @@ class EngineCore(ABC):
             max_batch_tokens=limits.max_batch_tokens,
             on_admit=self._admitted,
             on_short=self._short,
+            drafting=drafting,
         )
         self.stats = StepStats()
         self.written: int | None = None
@@ -193,7 +201,10 @@ class EngineCore(ABC):
                 seq.logprobs[index] = logprobs
             if not self._sampled(seq, token, index):
                 break
-        seq.draft = []
+        if seq.draft:
+            self.stats.drafted += len(seq.draft)
+            self.stats.accepted += number - 1
+            self.scheduler.settle_draft(seq, number - 1)
         return number
 
     def fail_step(self, message: str) -> int:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
 from pagerelay.common.kv.blocks import Holder
 from pagerelay.common.model.logits import SampleRequest
 from pagerelay.common.states import Machine
 from pagerelay.common.wire.sampling import FinishReason, SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    from pagerelay.common.engine.drafting import Drafter
 
 
 class Sequence:
@@ -25,6 +29,7 @@ class Sequence:
         "block_ids",
         "doomed",
         "draft",
+        "drafter",
         "first_index",
         "holder",
         "in_step",
@@ -79,6 +84,8 @@ class Sequence:
         self.draft: list[int] = []
         """Guesses at the tokens to come, computed in the next step beside the last token: those that are
         sampled are kept."""
+        self.drafter: Drafter | None = None
+        """Makes the guesses, where there are any."""
         self.in_step = False
         """Its blocks are being read and written by the running step: they may not be given back yet."""
         self.doomed = False

@@ -306,3 +306,38 @@ async def test_ready_live_and_cluster(split: Cluster) -> None:
             blocks["by_prefix"]
         )
     assert await split.metric("pagerelay_ledger_faults_total") == 0
+
+
+async def test_chat_takes_text_in_parts(split: Cluster) -> None:
+    """C11, C14, C20: parts are one text, what is not supported is named, a turn can be continued."""
+
+    model = (await split.get("/v1/models"))["data"][0]["id"]
+    image = [{"role": "user", "content": "x"}, {"role": "user", "content": [{"type": "image_url"}]}]
+
+    async def chat(content: Any, **fields: Any) -> tuple[int, Any]:
+        messages = [{"role": "system", "content": "s"}, {"role": "user", "content": content}]
+        body = {"model": model, "messages": messages, "max_tokens": 4, "temperature": 0} | fields
+        status, answer, _ = await post(split, "/v1/chat/completions", body)
+        return status, answer
+
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    (status, one), (_, other) = await chat("a\nb"), await chat(parts)
+    assert status == 200
+    assert (one["usage"], one["choices"]) == (other["usage"], other["choices"])
+    tool = {"type": "function", "function": {"name": "f"}}
+    refused = {
+        "tools": {"tools": [tool]},
+        "tool_choice": {"tool_choice": "required"},
+        "messages[1].content[0].type": {"messages": image},
+    }
+    for param, fields in refused.items():
+        status, answer = await chat("x", **fields)
+        assert (status, answer["error"]["param"]) == (400, param)
+    turns = {"system": "s", "user": "a", "assistant": "The answer"}
+    begun = [{"role": role, "content": said} for role, said in turns.items()]
+    status, answer = await chat("", messages=begun, continue_final_message=True)
+    text = "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in turns.items())
+    raw = await split.generate(text.removesuffix("<|im_end|>\n"), 4, temperature=0)
+    assert status == 200
+    assert answer["usage"] == raw["usage"]
+    assert answer["choices"][0]["message"]["content"] == raw["choices"][0]["text"]

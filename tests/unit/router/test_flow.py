@@ -878,10 +878,12 @@ async def test_while_it_moves_both_are_asked_by_the_attempt_that_they_know() -> 
     house = House("p1", "d1", "d2")
     driven = await moving(house, probe_s=0.05)
     await settle(driven, 0.08)
-    assert house.take_sent() == [
+    sent = house.take_sent()
+    assert sent[:2] == [
         ("d2", Probe(request_id="r", attempt=2, next_index=2)),
         ("d1", Probe(request_id="r", attempt=1, next_index=2)),
     ]
+    assert all(question in sent[:2] for question in sent)  # on a slow machine they are asked again
 
 
 @pytest.mark.parametrize("how", ["goodbye", "forgotten"])

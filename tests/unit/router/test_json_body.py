@@ -144,9 +144,9 @@ def test_depth_limit_is_exact(mix: bool) -> None:
     ],
 )
 def test_too_deep(body: bytes) -> None:
-    began = time.perf_counter()
+    began = time.thread_time()
     assert "nested deeper" in refusal(body).message
-    assert time.perf_counter() - began < 1
+    assert time.thread_time() - began < 1
 
 
 def test_brackets_in_strings_are_no_depth() -> None:
@@ -180,6 +180,6 @@ def test_depth_of_any_json(value: Any, limit: int) -> None:
 @pytest.mark.parametrize("unit", [b'\\"', b'"\\', b'"[', b'[]"', b"[", b"]", b"{}[", b'"a",'])
 def test_hostile_bytes_cost_linear_time(unit: bytes) -> None:
     body = b'{"x":"' + unit * (4_000_000 // len(unit))
-    began = time.perf_counter()
+    began = time.thread_time()
     refusal(body)
-    assert time.perf_counter() - began < 2
+    assert time.thread_time() - began < 2

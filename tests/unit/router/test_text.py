@@ -107,7 +107,7 @@ def test_bound_is_true(tokenizer: Tokenizer) -> None:
 
 
 def test_too_long_is_refused_before_encoding(tokenizer: Tokenizer) -> None:
-    began = time.perf_counter()
+    began = time.thread_time()
     for call in (
         lambda: tokenizer.encode("a" * 5_000_000, 8192),
         lambda: tokenizer.encode("🦜" * 1_250_000, 8192),
@@ -117,7 +117,7 @@ def test_too_long_is_refused_before_encoding(tokenizer: Tokenizer) -> None:
         assert caught.value.code == "context_length_exceeded"
     with pytest.raises(ContextLengthExceeded):
         tokenizer.encode_chat(user("a" * 5_000_000), 8192)
-    assert time.perf_counter() - began < 1
+    assert time.thread_time() - began < 1
 
 
 def test_the_bound_is_slack_with_a_normalizer(make_folder, word_backend: Backend) -> None:
@@ -145,8 +145,8 @@ def test_chat_ids(tokenizer: Tokenizer, byte_backend: Backend) -> None:
 
 @pytest.mark.parametrize("text", [text for text in TEXTS if "<|" not in text] + ["x" * 50_000, "a\r\nb  "])
 def test_the_careful_way_equals_the_ordinary_one(tokenizer: Tokenizer, text: str) -> None:
-    assert tokenizer._template is not None
-    rendered = tokenizer._template.render(user(text))
+    assert tokenizer.template is not None
+    rendered = tokenizer.template.render(user(text))
     assert tokenizer._control.encode(rendered, {}) == tokenizer.encode_chat(user(text))
 
 
@@ -183,8 +183,8 @@ def test_template_trims_around_typed_control_tokens(make_folder, byte_backend: B
 def test_metaspace_is_set_once(make_folder, fallback_backend: Backend) -> None:
     template = "{% for m in messages %}a{{ m.content }}</s>ab{% endfor %}"
     tokenizer = Tokenizer.load(make_folder(fallback_backend, template))
-    assert tokenizer._template is not None
-    rendered = tokenizer._template.render(user("b"))
+    assert tokenizer.template is not None
+    rendered = tokenizer.template.render(user("b"))
     assert tokenizer._control.encode(rendered, {}) == tokenizer.encode_chat(user("b"))
     forged = tokenizer.encode_chat(user("b</s>"))
     assert forged.count(2) == 1
@@ -197,8 +197,8 @@ def test_blank_eating_tokens_eat_blanks(make_folder, byte_backend: Backend) -> N
     tokenizer = Tokenizer.load(
         make_folder(backend, "{% for m in messages %}{{m.content}} <mask> x{% endfor %}")
     )
-    assert tokenizer._template is not None
-    rendered = tokenizer._template.render(user("a "))
+    assert tokenizer.template is not None
+    rendered = tokenizer.template.render(user("a "))
     assert tokenizer._control.encode(rendered, {}) == backend.encode(rendered).ids
     assert tokenizer.max_text_bytes(1) == 4 * max(map(len, tokenizer._token_bytes))
 

@@ -1,0 +1,348 @@
+"""Calls of functions in a model's output, found while it streams.
+
+====================  =======================================================================================
+family                what the model writes
+====================  =======================================================================================
+``hermes``            ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, once a call (Hermes, Qwen)
+``llama3_json``       ``{"name": …, "parameters": {…}}`` at the start of the output or after
+                      ``<|python_tag|>``, further ones after ``;`` (Llama 3.1 and 3.2)
+``mistral``           ``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]``
+``forced``            the list alone, as a grammar of :func:`pagerelay.router.tools.forced_schema` makes it
+====================  =======================================================================================
+
+What comes out does not depend on how the text is cut into pieces. A call begins once its name, one of those
+offered, and the bracket of its arguments are there; from then on its arguments are passed on as the model
+writes them, and where the output breaks off they are left unfinished. Anything else (another name, no JSON, a
+lone tag) is ordinary text, tags included. Blanks beside calls belong to them.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Final, Literal, NamedTuple
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+ToolFamily = Literal["hermes", "llama3_json", "mistral", "forced"]
+Said = tuple[str, list["CallDelta"]]
+
+MAX_BLANKS: Final = 64
+"""Blanks in a row between two parts of a call; with more of them it is none."""
+_BLANKS: Final = " \t\r\n"
+_B: Final = r"[ \t\r\n]{0,64}"
+_HEADER = re.compile(
+    rf'\{{{_B}"name"{_B}:{_B}"([^"\\]{{1,64}})"{_B},{_B}"(?:arguments|parameters)"{_B}:{_B}(?=\{{)'
+)
+_NO_CALL = re.compile(
+    rf'\{{{_B}(?:[^" \t\r\n]|"(?!(?:name|arguments|parameters|type|id)")[^"\\]{{0,64}}["\\])'
+)
+"""The beginning of an object whose first key is none of a call's."""
+
+
+class CallDelta(Struct, frozen=True):
+    """A piece of call ``index``. The first has its ``id`` and ``name``, those after it have ``arguments``."""
+
+    index: int
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
+
+
+def whole_calls(deltas: Iterable[CallDelta]) -> list[CallDelta]:
+    """The calls that the pieces make."""
+    calls: list[CallDelta] = []
+    for delta in deltas:
+        if delta.name is not None:
+            calls.append(delta)
+        else:
+            calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + delta.arguments)
+    return calls
+
+
+class ToolRules(Struct, frozen=True):
+    """How the output of one request is read."""
+
+    family: ToolFamily
+    names: frozenset[str]
+    parallel: bool = True
+    """Else the answer ends with its first call."""
+
+
+class _Format(NamedTuple):
+    mark: str | None
+    opening: tuple[str, ...] = ()
+    """What stands between the mark and the first call."""
+    between: tuple[str, ...] | None = None
+    closing: tuple[str, ...] | None = None
+    at_start: tuple[str, ...] | None = None
+    """What stands before a call at the start of the output, which needs no mark."""
+
+
+_FORMATS: Final[dict[ToolFamily, _Format]] = {
+    "hermes": _Format("<tool_call>", closing=("</tool_call>",)),
+    "llama3_json": _Format("<|python_tag|>", between=(";",), at_start=()),
+    "mistral": _Format("[TOOL_CALLS]", opening=("[",), between=(",",), closing=("]",)),
+    "forced": _Format(None, between=(",",), closing=("]",), at_start=("[",)),
+}
+_NO_CALLS: Final = _Format(None)
+
+
+def detect_family(template: str) -> ToolFamily | None:
+    """The family whose calls a chat template writes."""
+    if "[TOOL_CALLS]" in template:
+        return None if "[ARGS]" in template else "mistral"
+    if "<tool_call>" in template:
+        return None if "<function=" in template else "hermes"
+    if '"parameters"' in template and ("<|python_tag|>" in template or "ipython" in template):
+        return "llama3_json"
+    return None
+
+
+class ToolParser:
+    """One choice's output → its text and calls. ``rules`` is ``None`` where all of it is text."""
+
+    def __init__(self, rules: ToolRules | None) -> None:
+        self._format = _NO_CALLS if rules is None else _FORMATS[rules.family]
+        self._names: Collection[str] = () if rules is None else rules.names
+        self._parallel = rules is None or rules.parallel
+        self._mistral = rules is not None and rules.family == "mistral"
+        words = [self._format.mark, *(self._format.closing or ())]
+        self.marks = tuple(word for word in words if word)
+        """Tags that the parser must see even if they are special tokens."""
+        self.done = False
+        """No more output is wanted."""
+        self._state: Callable[[], bool] = self._text if self._format.at_start is None else self._start
+        self._buffer = ""
+        self._opening = ""  # text that was taken for the beginning of a call, as yet without its JSON
+        self._after_call = False
+        self._num_calls = 0
+        self._scan = _Scan()
+        self._last = False
+        self._texts: list[str] = []
+        self._deltas: list[CallDelta] = []
+
+    def push(self, text: str, last: bool = False) -> Said:
+        """Takes new text; gives text and pieces of calls that may be sent now, all of them at the last."""
+        self._buffer += text
+        self._last = last
+        while not self.done and self._state():
+            pass
+        said = "".join(self._texts), self._deltas
+        self._texts, self._deltas = [], []
+        return said
+
+    # ------------------------------------------------- states: each is true if the next one has work to do
+
+    def _text(self) -> bool:
+        text, mark = self._buffer, self._format.mark
+        if self._after_call:
+            text = text.lstrip(_BLANKS)
+            self._after_call = not text
+        at = text.find(mark) if mark else -1
+        begins = at if at >= 0 else len(text) - (0 if self._last or not mark else _beginning(text, mark))
+        if mark and not (self._last and at < 0):
+            begins -= _num_blanks_before(text, begins)
+        self._texts.append(text[:begins])
+        self._buffer = text[begins:]
+        if mark is None or at < 0:
+            return False
+        self._opening, self._buffer = text[begins : at + len(mark)], text[at + len(mark) :]
+        self._state = self._open
+        return True
+
+    def _start(self) -> bool:
+        return self._expect(self._format.at_start or ())
+
+    def _open(self) -> bool:
+        return self._expect(self._format.opening)
+
+    def _expect(self, words: tuple[str, ...]) -> bool:
+        """``words`` and an object come next, or all was text."""
+        end = _match(self._buffer, *words, "{")
+        if end is None and not self._last:
+            return False
+        if end is None or end < 0:
+            return self._no_call()
+        self._begin_object(end)
+        return True
+
+    def _begin_object(self, end: int) -> None:
+        self._opening += self._buffer[: end - 1]
+        self._buffer = self._buffer[end - 1 :]
+        self._scan = _Scan()
+        self._state = self._object
+
+    def _object(self) -> bool:
+        header = _HEADER.match(self._buffer)
+        if header is not None:
+            return self._begin_arguments(header) if header[1] in self._names else self._no_call()
+        if _NO_CALL.match(self._buffer):
+            return self._no_call()
+        end = self._scan.end(self._buffer)
+        if end is None and not self._last:
+            return False
+        call = None if end is None or self._scan.broken else _read_call(self._buffer[:end])
+        if call is None or call[0] not in self._names:
+            return self._no_call()
+        self._begin_call(call[0])
+        self._deltas.append(CallDelta(self._num_calls, call[1]))
+        self._buffer = self._buffer[end:]
+        return self._end_call()
+
+    def _begin_arguments(self, header: re.Match[str]) -> bool:
+        self._begin_call(header[1])
+        self._buffer = self._buffer[header.end() :]
+        self._scan = _Scan()
+        self._state = self._arguments
+        return True
+
+    def _arguments(self) -> bool:
+        end = self._scan.end(self._buffer)
+        piece = self._buffer[:end]
+        if piece:
+            self._deltas.append(CallDelta(self._num_calls, piece))
+        self._buffer = self._buffer[len(piece) :]
+        self._scan.at = 0
+        if end is None:
+            return False
+        if self._scan.broken:
+            return self._end_call()
+        self._scan = _Scan(depth=1)
+        self._state = self._rest
+        return True
+
+    def _rest(self) -> bool:
+        """What follows the arguments in their object: its bracket; further keys are passed over."""
+        further = _match(self._buffer, ",")
+        end = _match(self._buffer, "}") if further is None or further < 0 else self._scan.end(self._buffer)
+        if end is None and not self._last:
+            return False
+        if end is not None and end >= 0:
+            rest, self._buffer = self._buffer[:end], self._buffer[end:]
+            if self._scan.broken or not _is_json('{"":0' + rest):
+                self._texts.append(rest)
+        return self._end_call()
+
+    def _after(self) -> bool:
+        """Behind a call: the next of a list, the closing tag, or neither."""
+        between, closing = self._format.between, self._format.closing
+        following = -1 if between is None else _match(self._buffer, *between, "{")
+        closed = -1 if closing is None else _match(self._buffer, *closing)
+        if (following is None or closed is None) and not self._last:
+            return False
+        if following is not None and following >= 0:
+            self._begin_object(following)
+            return True
+        if closed is not None and closed >= 0:
+            self._buffer = self._buffer[closed:]
+        self._after_call = True
+        self._state = self._text
+        return True
+
+    # ------------------------------------------------------------------------------------------------ moves
+
+    def _no_call(self) -> bool:
+        self._texts.append(self._opening)
+        self._opening = ""
+        self._state = self._text
+        return True
+
+    def _begin_call(self, name: str) -> None:
+        # Mistral's templates take ids of nine letters and digits, and no others.
+        call_id = secrets.token_hex(5)[:9] if self._mistral else f"call_{secrets.token_hex(12)}"
+        self._deltas.append(CallDelta(self._num_calls, "", call_id, name))
+        self._opening = ""
+
+    def _end_call(self) -> bool:
+        self._num_calls += 1
+        self.done = not self._parallel
+        self._state = self._after
+        return True
+
+
+class _Scan:
+    """Follows the brackets of JSON text up to the one that closes it."""
+
+    def __init__(self, depth: int = 0) -> None:
+        self.at = 0
+        self.broken = False
+        """It ended at a ``<``, which JSON has in strings only: a closing tag."""
+        self._depth = depth
+        self._in_string = False
+        self._escaped = False
+
+    def end(self, text: str) -> int | None:
+        """Where the JSON ends in ``text``, which has grown since the last call; ``None``: not yet."""
+        for at in range(self.at, len(text)):
+            char = text[at]
+            if self._in_string:
+                self._in_string = self._escaped or char != '"'
+                self._escaped = char == "\\" and not self._escaped
+            elif char == '"':
+                self._in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    return at + 1
+            elif char == "<":
+                self.broken = True
+                return at
+        self.at = len(text)
+        return None
+
+
+def _match(text: str, *words: str) -> int | None:
+    """Where ``words``, blanks allowed before each, end at the beginning of ``text``; -1 if they do not stand
+    there, ``None`` if more text must tell."""
+    at = 0
+    for word in words:
+        start = at
+        while at < len(text) and text[at] in _BLANKS:
+            at += 1
+        if at - start > MAX_BLANKS:
+            return -1
+        found = text[at : at + len(word)]
+        if found != word:
+            return None if word.startswith(found) and at + len(found) == len(text) else -1
+        at += len(word)
+    return at
+
+
+def _beginning(text: str, mark: str) -> int:
+    """How many characters at the end of ``text`` may be the beginning of ``mark``."""
+    longest = min(len(mark) - 1, len(text))
+    return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)
+
+
+def _num_blanks_before(text: str, end: int) -> int:
+    start = max(0, end - MAX_BLANKS)
+    return end - start - len(text[start:end].rstrip(_BLANKS))
+
+
+def _read_call(text: str) -> tuple[str, str] | None:
+    """Name and arguments of a call whose keys stand in another order, or whose arguments are JSON in a
+    string."""
+    try:
+        call: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
+        name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
+        if isinstance(arguments, str):
+            arguments = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    return name, msgspec.json.encode(arguments).decode()
+
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True

@@ -1,0 +1,119 @@
+"""Small chat templates in the documented forms of three families, and what their models write."""
+
+from __future__ import annotations
+
+HERMES = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
+    {{- 'Functions:\\n<tools>' }}
+    {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
+    {{- '\\n</tools>\\nAnswer a call as ' }}
+    {{- '<tool_call>\\n{"name": ..., "arguments": ...}\\n</tool_call><|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+    {%- elif message.role != 'system' or not loop.first %}
+        {{- '<|im_start|>' + message.role }}
+        {%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}
+"""
+
+LLAMA = """\
+{{- bos_token }}
+{%- if not date_string is defined %}{%- set date_string = "26 Jul 2024" %}{%- endif %}
+{%- macro head(role) %}{{- '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' }}{%- endmacro %}
+{%- if messages[0].role == 'system' %}
+    {%- set system = messages[0].content | trim %}{%- set messages = messages[1:] %}
+{%- else %}{%- set system = '' %}{%- endif %}
+{{- head('system') }}{{- 'Date: ' + date_string + '\\n' + system + '<|eot_id|>' }}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- head('ipython') }}{{- message.content | tojson }}{{- '<|eot_id|>' }}
+    {%- elif message.tool_calls %}
+        {%- if message.tool_calls | length > 1 %}{{- raise_exception('one call at a time') }}{%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- head('assistant') }}{{- '{"name": "' + call.name + '", "parameters": ' }}
+        {{- (call.arguments | tojson) + '}<|eot_id|>' }}
+    {%- else %}
+        {{- head(message.role) }}
+        {%- if loop.first and tools is not none %}
+            {{- 'Answer a call as {"name": ..., "parameters": ...}.\\n\\n' }}
+            {%- for tool in tools %}{{- tool | tojson(indent=4) }}{{- '\\n\\n' }}{%- endfor %}
+        {%- endif %}
+        {{- (message.content | trim) + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- head('assistant') }}{%- endif %}
+"""
+
+MISTRAL = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {%- if tools is not none and loop.last %}
+            {{- '[AVAILABLE_TOOLS] ' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}
+        {%- endif %}
+        {{- '[INST] ' }}
+        {%- if message.content is string %}{{- message.content }}
+        {%- else %}{%- for part in message.content %}{{- part.text }}{%- endfor %}{%- endif %}
+        {{- '[/INST]' }}
+    {%- elif message.tool_calls %}
+        {{- '[TOOL_CALLS] [' }}
+        {%- for call in message.tool_calls %}
+            {%- if call.id | length != 9 %}{{- raise_exception('ids have 9 characters') }}{%- endif %}
+            {{- '{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) }}
+            {{- ', "id": "' + call.id + '"}' + ('' if loop.last else ', ') }}
+        {%- endfor %}
+        {{- ']' + eos_token }}
+    {%- elif message.role == 'tool' %}
+        {{- '[TOOL_RESULTS] {"content": ' + (message.content | tojson) }}
+        {{- ', "call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}
+    {%- elif message.role == 'assistant' %}
+        {{- ' ' + message.content + eos_token }}
+    {%- else %}{{- raise_exception('only user, assistant and tool take turns') }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+TEMPLATES = {"hermes": HERMES, "llama3_json": LLAMA, "mistral": MISTRAL}
+
+SPECIALS = {
+    "hermes": ["<|im_start|>", "<|im_end|>"],
+    "llama3_json": [
+        "<|begin_of_text|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+        "<|python_tag|>",
+    ],
+    "mistral": [
+        "<s>",
+        "</s>",
+        "[INST]",
+        "[/INST]",
+        "[TOOL_CALLS]",
+        "[AVAILABLE_TOOLS]",
+        "[/AVAILABLE_TOOLS]",
+        "[TOOL_RESULTS]",
+        "[/TOOL_RESULTS]",
+    ],
+}
+NAMED = {
+    "hermes": {"eos_token": "<|im_end|>"},
+    "llama3_json": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
+    "mistral": {"bos_token": "<s>", "eos_token": "</s>"},
+}
