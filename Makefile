@@ -121,7 +121,7 @@ test: lint model
 # the constraints pin.
 test-clients:
 	@$(MAKE) --no-print-directory VENV=.venv-clients CONSTRAINTS= EXTRAS=clients setup-dev model
-	.venv-clients/bin/pytest -m clients $(PYTEST_ARGS)
+	.venv-clients/bin/pytest -W default -m clients $(PYTEST_ARGS)
 
 asan: setup-dev
 	$(BIN)/pytest -n 2 -m asan $(PYTEST_ARGS)

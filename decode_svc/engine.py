@@ -6,7 +6,8 @@ The life of a request here::
     RESERVED      blocks are its own (less those that the prefix cache has already)
     FETCHING      the worker copies P's blocks into them as P announces them
     READY         all copied, the lease confirmed: the KV is ours
-    RUNNING       one token a step; without a handle, straight from QUEUED: the prompt is computed here, in
+    RUNNING       one token a step (a beam search: one of each of its beams, and all of these end together);
+                  without a handle, straight from QUEUED: the prompt is computed here, in
     chunks
                   between the others' tokens
     FINISHED      its last token is out
@@ -46,6 +47,7 @@ from pagerelay.common.wire.messages import (
     TokenLogprobs,
     Tokens,
 )
+from pagerelay.decode_svc.beams import BeamSearch
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,8 @@ class DecodeEngine(LeasingEngine):
         self._ending: dict[int, Sequence] = {}
         """Given-up fetches whose copy may still run: their blocks are on their way back."""
         self._deltas: dict[str, list[TokenDelta]] = {}
+        self._searches: dict[str, BeamSearch] = {}
+        """By request: those that are answered by beams."""
         self._suspending: set[str] = set()
         """Requests to be suspended when the running step has ended."""
         self.cancelled_fetches: list[Sequence] = []
@@ -82,7 +86,7 @@ class DecodeEngine(LeasingEngine):
         """Queues a request: for a fetch, or without a handle for computing its prompt here."""
         with self.lock:
             seq = self._accept(owner, job, Machine(DECODE, "QUEUED"), now)
-            if seq is None:
+            if seq is None or (seq.sampling.beam_width and not self._begin_search(seq)):
                 return
             if job.handle is None:
                 self.scheduler.add_waiting(seq)
@@ -91,6 +95,17 @@ class DecodeEngine(LeasingEngine):
                 self._handles[job.request_id] = job.handle
                 insort(self._queue, seq, key=by_age)
 
+    def _begin_search(self, seq: Sequence) -> bool:
+        """False if it could never run here; the router is told."""
+        search = BeamSearch(seq, self.facts.eos_token_ids, self.max_model_len)
+        misfit = search.misfit(self.limits, self.blocks.total)
+        if misfit is None:
+            self._searches[seq.request_id] = search
+        else:
+            self._tell_failed(seq, "too_wide", misfit, retryable=False)
+            self._end(seq, "ABORTED")
+        return misfit is None
+
     # ------------------------------------------------------------------ intake
 
     def admit(self) -> list[Intake]:
@@ -98,8 +113,8 @@ class DecodeEngine(LeasingEngine):
         admitted: list[Intake] = []
         with self.lock:
             while self._queue:
-                seq, held = self._queue[0], len(self.scheduler.running) + len(self._fetching)
-                if held >= self.limits.max_num_seqs:
+                seq, held = self._queue[0], self.scheduler.num_taken
+                if held + seq.width > self.limits.max_num_seqs:
                     break
                 # A whole prompt found here needs only its commit: nothing is computed from it on this side.
                 cached = self.scheduler.match_prefix(seq, seq.num_tokens)
@@ -111,7 +126,7 @@ class DecodeEngine(LeasingEngine):
                 seq.machine.move("RESERVED")
                 seq.machine.move("FETCHING")
                 self._fetching[seq.request_id] = seq
-                self.scheduler.num_elsewhere = len(self._fetching)
+                self.scheduler.num_elsewhere += seq.width
                 admitted.append(Intake(seq, self._handles.pop(seq.request_id), len(cached)))
         return admitted
 
@@ -134,11 +149,15 @@ class DecodeEngine(LeasingEngine):
         with self.lock:
             if seq.doomed:
                 return  # aborted meanwhile; fetch_ended gives its blocks back
+            search = self._searches.get(seq.request_id)
+            if search is not None and logprobs is None:
+                self.fetch_failed(seq, "the commit does not say what the beams begin with", retryable=True)
+                return
             seq.machine.move("READY")
             seq.machine.move("RUNNING")
             self._hold_as(seq, "sequence")
             del self._fetching[seq.request_id]
-            self.scheduler.num_elsewhere = len(self._fetching)
+            self.scheduler.num_elsewhere -= seq.width
             seq.num_computed = seq.num_given
             self.scheduler.cache_full_blocks(seq)
             if logprobs is not None:
@@ -156,6 +175,8 @@ class DecodeEngine(LeasingEngine):
                 phases=phases,
             )
             self._outbox.to_router.append((seq.owner, handed))
+            if search is not None:
+                self._search_on(search, seq)
 
     def fetch_pointless(self, seq: Sequence) -> None:
         """The request ended on P, or was taken back there: the router knows, and its Abort may be under
@@ -220,8 +241,11 @@ class DecodeEngine(LeasingEngine):
                 num_computed_tokens=computed,
             )
             self._outbox.to_router.append((seq.owner, handed))
-        else:
+        elif seq.request_id not in self._searches:
             self._deltas.setdefault(seq.owner, []).append(self._delta(seq, token, index, reason))
+        if seq.request_id in self._searches:
+            self._search_on(self._searches[seq.request_id], seq)
+            return False
         if reason is not None:
             self._end(seq, "FINISHED")
             self._keep_answer(seq)
@@ -229,6 +253,17 @@ class DecodeEngine(LeasingEngine):
 
     def _reason(self, seq: Sequence, token: int, index: int) -> FinishReason | None:
         return seq.finish_reason(token, index, self.facts.eos_token_ids, self.max_model_len)
+
+    def _search_on(self, search: BeamSearch, seq: Sequence) -> None:
+        """One of its beams is computed. When all are, the best go on."""
+        if not search.computed(seq):
+            return
+        going = search.choose()
+        self._outbox.to_router.append((seq.owner, search.news(ended=not going)))
+        if going:
+            search.branch(going, self.scheduler, self.blocks)
+        else:
+            self._end(seq, "FINISHED")
 
     def fetch(self, peer: bytes, message: Fetch, now: float) -> None:
         self._make_sums(message.lease)
@@ -258,7 +293,8 @@ class DecodeEngine(LeasingEngine):
             if seq.in_step:
                 self._suspending.add(request_id)
                 return
-            if seq.machine.state == "RUNNING" and seq.num_tokens > seq.num_given:
+            alone = request_id not in self._searches
+            if alone and seq.machine.state == "RUNNING" and seq.num_tokens > seq.num_given:
                 self._suspend(seq)
                 self._flush_deltas()  # what it has sampled goes before the news that it stands still
             self._tell_suspended(seq)
@@ -278,6 +314,11 @@ class DecodeEngine(LeasingEngine):
 
     def _repeat(self, seq: Sequence, next_index: int) -> None:
         """Those of its tokens that are not on their way already with the step's own message."""
+        search = self._searches.get(seq.request_id)
+        if search is not None:
+            if search.num_tokens:
+                self._outbox.to_router.append((seq.owner, search.news()))
+            return
         first = max(next_index, seq.first_index)
         tokens = seq.token_ids[seq.num_given + first - seq.first_index :]
         if tokens:
@@ -312,7 +353,7 @@ class DecodeEngine(LeasingEngine):
         fetching = victim.request_id in self._fetching
         self._end(victim, "FETCH_FAILED" if fetching else "PREEMPTED")
         # A fetch's blocks come back only when its copy has stopped; until then the needy one sits out.
-        return not fetching and victim is not seq
+        return not fetching and victim.request_id != seq.request_id
 
     def _end(self, seq: Sequence, state: str, reason: str | None = None) -> None:
         """The one place where a request leaves: its blocks go back now, or when nobody touches them any
@@ -321,22 +362,26 @@ class DecodeEngine(LeasingEngine):
         self._forget(seq)
         self._close_lease(seq, reason, ended=state == "ABORTED")
         self._handles.pop(seq.request_id, None)
+        search = self._searches.pop(seq.request_id, None)
         if seq in self._queue:
             self._queue.remove(seq)
         elif seq.request_id in self._fetching:
             del self._fetching[seq.request_id]
-            self.scheduler.num_elsewhere = len(self._fetching)
+            self.scheduler.num_elsewhere -= seq.width
             seq.doomed = True
             self._ending[id(seq)] = seq
             self.cancelled_fetches.append(seq)
         else:
-            self._leave(seq)
+            for member in search.members if search is not None else (seq,):
+                self._leave(member)
 
     def _failed(self, seq: Sequence) -> None:
         self._end(seq, "ABORTED")
 
     def _leaving(self) -> list[Sequence]:
-        return [*super()._leaving(), *self._ending.values()]
+        beams = [seq for search in self._searches.values() for seq in search.members]
+        known = self._by_request.values()
+        return [*super()._leaving(), *self._ending.values(), *(seq for seq in beams if seq not in known)]
 
     # ------------------------------------------------------------------ reading
 

@@ -198,6 +198,7 @@ class DecodeWorker(Worker):
     def tick(self) -> None:
         super().tick()
         self.counters.preemptions = self.engine.num_preempted
+        self.counters.copied_blocks = self.engine.num_copied_blocks
         for request_id in [r for r in self._arrived if not self.engine.knows(r)]:
             del self._arrived[request_id]
         now = self.clock()

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 
 from pagerelay.common.wire.sampling import FinishReason, TokenLogprobs
+from pagerelay.router.beam_flow import BeamFlow
 from pagerelay.router.flow import RequestFlow
 from pagerelay.router.pieces import Piece, Told
 from pagerelay.router.replies import Timings, Usage
@@ -29,6 +30,8 @@ class Choice:
     finish_reason: FinishReason | None = None
     told: list[Told] = field(default_factory=list)
     prompt_told: list[Told] = field(default_factory=list)
+    found: list[Piece] = field(default_factory=list)
+    """What a beam search has found, the best first; the rest stays empty then."""
     calls: list[CallDelta] = field(default_factory=list)
 
 
@@ -80,7 +83,10 @@ class Answer:
     async def _run(self, choice: Choice) -> None:
         try:
             await choice.flow.start()
-            await self._read(choice)
+            if isinstance(choice.flow, BeamFlow):
+                await self._read_beams(choice, choice.flow)
+            else:
+                await self._read(choice)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -150,6 +156,18 @@ class Answer:
             piece = Piece(choice.index, choice.parts[-1], fresh, reason, told, calls=calls)
             self._pieces.put_nowait(piece)
 
+    async def _read_beams(self, choice: Choice, flow: BeamFlow) -> None:
+        """All at once, and no text before the last step."""
+        tokenizer, skip = self._service.tokenizer, self._parsed.skip_special_tokens
+        for one in (await flow.hypotheses())[: self._parsed.n]:
+            detokenizer = tokenizer.detokenizer(skip)
+            told = one.token_ids[:-1] if one.finish_reason == "stop" else one.token_ids
+            text = "".join(map(detokenizer.push, told)) + detokenizer.flush()
+            choice.found.append(Piece(0, text, one.token_ids, one.finish_reason, score=one.score))
+            self._service.metrics.output_tokens.inc(len(one.token_ids))
+        await flow.close()
+        self._pieces.put_nowait(Piece(choice.index, "", [], "stop"))
+
     def _tell_prompt(self, choice: Choice, text: list[str], told: list[Told]) -> int:
         """What is said of the prompt, once its first token is here. Returns the characters that it has in the
         answer's text."""
@@ -188,6 +206,9 @@ class Answer:
     def outputs(self) -> list[Piece]:
         """The answers, in order; of ``best_of`` to a prompt the ``n`` likeliest, the best first."""
         n, best_of = self._parsed.n, self._parsed.best_of
+        if self._parsed.beam_width:
+            found = [piece for choice in self.choices for piece in choice.found]
+            return [replace(piece, index=at) for at, piece in enumerate(found)]
         whole = [
             Piece(
                 choice.index,
@@ -196,7 +217,7 @@ class Answer:
                 choice.finish_reason or "length",
                 choice.told,
                 choice.prompt_told,
-                choice.calls,
+                calls=choice.calls,
             )
             for choice in self.choices
         ]
@@ -213,7 +234,9 @@ class Answer:
         return sum(one.logprob for one in logprobs) / max(len(logprobs), 1)
 
     def usage(self) -> Usage:
-        return Usage.of(self._prompt_tokens, sum(len(choice.token_ids) for choice in self.choices))
+        found = [choice.token_ids for choice in self.choices]
+        found += [piece.token_ids for choice in self.choices for piece in choice.found]
+        return Usage.of(self._prompt_tokens, sum(map(len, found)))
 
     def timings(self) -> Timings:
         """Of the first choice, and of the whole."""

@@ -247,7 +247,7 @@ class RequestFlow:
                 self.times.queued(event)
                 # One token is all that is wanted: it comes from P, and no decode worker is troubled.
                 tokens = self.journal.all_tokens()[: event.handle.num_tokens]
-                if self.journal.sampling.max_tokens > len(tokens) - len(self.journal.prompt) + 1:
+                if not self.journal.ends_with_next(len(tokens) - len(self.journal.prompt)):
                     await self._hand_off(event.handle, tokens)
             case FirstToken():
                 if not self._place.first_token_due():
@@ -262,11 +262,9 @@ class RequestFlow:
                 self._decoding()
                 self.transport = event.transport
                 self.times.handed_over(event, self._progress_at)
-                # Repeats P's token, by design; where the prompt was computed on D it is the only one to
-                # bring it.
-                return (
-                    await self._accept(event.first) if event.first.index >= len(self.journal.tokens) else []
-                )
+                # Repeats P's token, by design; where D computed the prompt it alone brings it.
+                fresh = event.first.index >= len(self.journal.tokens)
+                return await self._accept(event.first) if fresh else []
             case PromptScores():
                 if not self.journal.add_scores(event):
                     await self._recover("prompt_scores_lost", "a part of the prompt's scores was lost")
@@ -282,6 +280,8 @@ class RequestFlow:
                         raise InvalidRequest(event.message, code="context_length_exceeded")
                     raise Unavailable(event.message, code=event.code)
                 await self._recover(event.code, event.message)
+            case _:
+                self._metrics.drop(type(event).__name__, "refused")  # Beams: there is no search
         return []
 
     def _decoding(self) -> None:
@@ -316,7 +316,7 @@ class RequestFlow:
         too."""
         self._started = False
         tokens = self.journal.all_tokens()
-        single = self.journal.sampling.max_tokens <= len(self.journal.tokens) + 1
+        single = self.journal.ends_with_next(len(self.journal.tokens))
         if not single and self._place.decoder_for(len(tokens)) is None:
             self._fail_without_decoder()
         if await self._place.to_prefill(self.attempt, tokens, len(self.journal.tokens)) is None:

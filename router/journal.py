@@ -33,6 +33,10 @@ class Journal:
     def all_tokens(self) -> list[int]:
         return self.prompt + self.tokens
 
+    def ends_with_next(self, index: int) -> bool:
+        """Is the token at output position ``index`` the last, so that no decode worker is needed?"""
+        return not self.sampling.beam_width and self.sampling.max_tokens <= index + 1
+
     def add(self, delta: TokenDelta) -> None:
         self.tokens.append(delta.token)
         if delta.logprobs is not None:

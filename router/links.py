@@ -12,6 +12,7 @@ from pagerelay.common.wire.auth import CurveKeys
 from pagerelay.common.wire.codec import MAX_NEWS_BYTES, Decoder, encode
 from pagerelay.common.wire.messages import (
     Abort,
+    Beams,
     Beat,
     DecodeJob,
     Failed,
@@ -39,7 +40,7 @@ from pagerelay.router.registry import Bound, WorkerEntry, WorkerRegistry
 log = logging.getLogger(__name__)
 _decode: Decoder[ToRouter] = Decoder(ToRouter, MAX_NEWS_BYTES)
 
-RequestNews = PrefillStarted | FirstToken | PromptScores | HandedOver | Preempted | Suspended | Failed
+RequestNews = PrefillStarted | FirstToken | PromptScores | HandedOver | Beams | Preempted | Suspended | Failed
 ToOneWorker = PrefillJob | DecodeJob | Suspend | Probe | Abort
 
 
@@ -127,7 +128,7 @@ class WorkerLinks:
         """News of a request that this worker has no part in any more. If it goes on with it, our Abort was
         lost or overtaken: it hears it again."""
         self._on_dropped(kind, "late")
-        if kind in ("PrefillStarted", "HandedOver", "TokenDelta", "Suspended"):
+        if kind in ("PrefillStarted", "HandedOver", "TokenDelta", "Beams", "Suspended"):
             await self._send(entry.identity, Abort(request_id=request_id, attempt=attempt))
 
     async def send(self, entry: WorkerEntry, message: ToOneWorker) -> bool:

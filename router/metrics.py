@@ -206,6 +206,7 @@ def _counters(total: Counters) -> Iterator[Metric]:
         ),
         ("pagerelay_ledger_faults", total.ledger_faults, "Block ledgers found broken; always 0"),
         ("pagerelay_leases_expired", total.leases_expired, "Leases that ran out"),
+        ("pagerelay_copied_blocks", total.copied_blocks, "Blocks copied before a beam wrote to a shared one"),
         ("pagerelay_preemptions", total.preemptions, "Sequences preempted for want of blocks"),
         (
             "pagerelay_transport_fallbacks",

@@ -36,5 +36,7 @@ class Piece:
     finish_reason: FinishReason | None
     told: list[Told] = field(default_factory=list)
     prompt_told: list[Told] = field(default_factory=list)
+    score: float | None = None
+    """What a beam search says that it is worth."""
     calls: list[CallDelta] = field(default_factory=list)
     """Pieces of calls of functions, which are no part of ``text``."""

@@ -100,6 +100,7 @@ class _Generated(Struct, frozen=True):
     finish_reason: FinishReason | None
     logprobs: list[TokenScore] | UnsetType = UNSET
     prompt_logprobs: list[TokenScore] | UnsetType = UNSET
+    score: float | UnsetType = UNSET
 
 
 class _Generation(Struct, frozen=True):
@@ -116,7 +117,7 @@ def _prompt_logprobs(piece: Piece, vocabulary: Vocabulary) -> list[TokenScore] |
 
 class GenerateReply(Reply):
     """``{id, model, choices: [{index, text, token_ids, finish_reason}], usage, timings}``; a choice may have
-    ``logprobs`` and ``prompt_logprobs``.
+    ``logprobs`` and ``prompt_logprobs``, and after a beam search its ``score``.
 
     A stream sends the same shape: text and ids are the new ones; usage and timings come in a last event of no
     choices.
@@ -135,6 +136,7 @@ class GenerateReply(Reply):
             piece.finish_reason,
             token_scores(piece.told, self.vocabulary) if self.logprobs else UNSET,
             _prompt_logprobs(piece, self.vocabulary),
+            UNSET if piece.score is None else piece.score,
         )
 
     def end(self, usage: Usage, timings: Timings) -> bytes:

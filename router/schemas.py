@@ -52,6 +52,12 @@ field                            what happens
                                  ``max_tokens: 0`` it is all there is
 ``best_of``                      completions, ``/generate``: honoured without streaming, at least ``n``: the
                                  ``n`` of so many answers with the largest mean log-probability
+``use_beam_search``              honoured without streaming: ``n`` answers, best first, of a search by
+                                 ``best_of`` (default ``n``) beams, 2 to 64; each prompt counts that many
+                                 choices; an answer may have 150,000 / beams tokens
+``num_beams``                    the same, and says how many; 1 is no search
+``length_penalty``,              beside these: -10 to 10, default 1; true, false (default) or ``"never"``; as
+``early_stopping``               in transformers
 all others in :data:`NOT_YET`    refused by name (``unsupported_parameter``) unless null or neutral
 ``user``, unknown fields         ignored
 ===============================  ===========================================================================
@@ -59,7 +65,7 @@ all others in :data:`NOT_YET`    refused by name (``unsupported_parameter``) unl
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta, Struct
 
@@ -113,9 +119,12 @@ class Common(Struct, frozen=True, kw_only=True):
     logprobs: NumLogprobs | bool | None = None
     prompt_logprobs: NumLogprobs | None = None
     best_of: Annotated[int, Meta(ge=1, le=INT32_MAX)] | None = None
+    use_beam_search: bool | None = None
+    num_beams: Annotated[int, Meta(ge=1, le=INT32_MAX)] | None = None
+    length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
 
     # Understood, and refused with any other value than the neutral one of NOT_YET.
-    length_penalty: Penalty | None = None
     echo: Any = None
     top_logprobs: Any = None
     suffix: Any = None
@@ -129,7 +138,6 @@ class Common(Struct, frozen=True, kw_only=True):
     guided_choice: Any = None
     guided_grammar: Any = None
     structured_outputs: Any = None
-    use_beam_search: Any = None
     chat_template: Any = None
     chat_template_kwargs: Any = None
     documents: Any = None
@@ -147,7 +155,6 @@ class Common(Struct, frozen=True, kw_only=True):
 
 
 NOT_YET: Final[dict[str, tuple[Any, ...]]] = {
-    "length_penalty": (1.0,),
     "echo": (False,),
     "top_logprobs": (0,),
     "suffix": ("",),
@@ -161,7 +168,6 @@ NOT_YET: Final[dict[str, tuple[Any, ...]]] = {
     "guided_choice": (),
     "guided_grammar": (),
     "structured_outputs": (),
-    "use_beam_search": (False,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "documents": ([],),

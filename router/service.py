@@ -12,6 +12,7 @@ from pagerelay.common.config import Config
 from pagerelay.common.errors import ApiError, Overloaded, Unavailable
 from pagerelay.common.hashing import model_digest
 from pagerelay.common.wire.auth import CurveKeys
+from pagerelay.router.beam_flow import BeamFlow
 from pagerelay.router.flow import FlowSettings, RequestFlow
 from pagerelay.router.links import WorkerLinks
 from pagerelay.router.metrics import RouterMetrics
@@ -140,6 +141,7 @@ class RouterService:
         request = secrets.token_hex(12)
         bad_words = self.tokenizer.bad_words(parsed.bad_words)
         made: list[RequestFlow] = []
+        kind = BeamFlow if parsed.beam_width else RequestFlow
         share: PromptShare | None = None
         for index in range(parsed.num_choices):
             prompt = prompts[index // parsed.best_of]
@@ -147,7 +149,7 @@ class RouterService:
             if leads:
                 share = PromptShare() if parsed.best_of > 1 else None
             made.append(
-                RequestFlow(
+                kind(
                     request_id=f"{request}-{index}",
                     prompt=prompt,
                     sampling=finalize(parsed, len(prompt), context_len, index, bad_words),

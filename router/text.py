@@ -133,8 +133,8 @@ class Tokenizer:
         if num_bytes > self.max_text_bytes(context_len - 1):
             at_least = -(-num_bytes // self._longest)
             raise ContextLengthExceeded(
-                f"the prompt has at least {at_least} tokens ({num_bytes} bytes), "
-                f"but prompt and answer together have room for {context_len}"
+                f"this model's maximum context length is {context_len} tokens, prompt and answer together, "
+                f"but the prompt has at least {at_least} ({num_bytes} bytes)"
             )
 
     # -------------------------------------------------------------------------------------------- decoding

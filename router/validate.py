@@ -19,6 +19,8 @@ from msgspec import Struct
 
 from pagerelay.common.errors import ContextLengthExceeded, InvalidRequest, NotFound
 from pagerelay.common.wire.messages import SamplingParams
+from pagerelay.common.wire.sampling import MAX_BEAM_TOKENS
+from pagerelay.router.beam_fields import beam_width
 from pagerelay.router.chat_template import ChatAbilities, Message
 from pagerelay.router.json_body import decode_body, object_keys
 from pagerelay.router.prompts import (
@@ -104,6 +106,10 @@ class ParsedRequest(Struct, frozen=True, kw_only=True):
     echo: bool
     best_of: int
     """Answers to a prompt, of which the best ``n`` are given."""
+    beam_width: int
+    """Above 0: ``n`` answers of one beam search are given, which takes the place of ``best_of`` answers."""
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
 
     @property
     def messages(self) -> list[Message]:
@@ -148,8 +154,9 @@ def parse_request(kind: Kind, body: bytes, limits: Limits) -> ParsedRequest:
     else:
         prompts = read_prompts(request.prompt, limits.vocab_size)
     n = 1 if request.n is None else request.n
-    best_of = _best_of(request, kind, n)
-    _check_choices(best_of, 1 if kind == "chat" else len(prompts), limits.max_choices)
+    width = beam_width(request, n)
+    best_of = 1 if width else _best_of(request, kind, n)
+    _check_choices(max(best_of, width), 1 if kind == "chat" else len(prompts), limits.max_choices)
     max_tokens, min_tokens = _token_limits(request, kind)
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options is allowed only beside stream: true", param="stream_options")
@@ -195,6 +202,9 @@ def parse_request(kind: Kind, body: bytes, limits: Limits) -> ParsedRequest:
         prompt_logprobs=_prompt_logprobs(request),
         echo=isinstance(request, CompletionRequest) and request.echo is True,
         best_of=best_of,
+        beam_width=width,
+        length_penalty=_or(request.length_penalty, 1.0),
+        early_stopping=_or(request.early_stopping, False),
     )
 
 
@@ -213,8 +223,9 @@ def check_context(num_prompt_tokens: int, context_len: int, param: str | None = 
     """A prompt must leave room for one token. Raises :class:`ContextLengthExceeded` with both numbers."""
     if num_prompt_tokens >= context_len:
         raise ContextLengthExceeded(
-            f"the prompt has {num_prompt_tokens} tokens, "
-            f"but prompt and answer together have room for {context_len}; shorten the prompt",
+            # In words by which clients that retry with a shorter prompt know it.
+            f"this model's maximum context length is {context_len} tokens, prompt and answer together, "
+            f"but the prompt has {num_prompt_tokens}; shorten the prompt",
             param=param,
         )
 
@@ -233,9 +244,11 @@ def finalize(
     """
     check_context(num_prompt_tokens, context_len)
     room = context_len - num_prompt_tokens
+    if parsed.beam_width:
+        room = min(room, MAX_BEAM_TOKENS // parsed.beam_width)
     # Where nothing but the prompt is wanted, one token is computed all the same: its row of logits is there.
     max_tokens = room if parsed.max_tokens is None else min(max(parsed.max_tokens, 1), room)
-    greedy = parsed.temperature < GREEDY_BELOW
+    greedy = parsed.temperature < GREEDY_BELOW or parsed.beam_width > 0
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=0.0 if greedy else parsed.temperature,
@@ -257,6 +270,9 @@ def finalize(
         logprobs=0 if parsed.logprobs is None and parsed.best_of > parsed.n else parsed.logprobs,
         # Of one of its answers: they all begin with the same prompt.
         prompt_logprobs=parsed.scores_prompt if choice_index % parsed.best_of == 0 else None,
+        beam_width=parsed.beam_width,
+        length_penalty=parsed.length_penalty,
+        early_stopping=parsed.early_stopping,
     )
 
 

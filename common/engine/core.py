@@ -106,6 +106,8 @@ class EngineCore(ABC):
             drafting=drafting,
         )
         self.stats = StepStats()
+        self.num_copied_blocks = 0
+        """Shared ones, before somebody wrote to them."""
         self.written: int | None = None
         """The pool's newest mark: what all steps until now have written has its number, or an older one."""
         self._outbox = Outbox()
@@ -144,6 +146,7 @@ class EngineCore(ABC):
             return False
         with self.lock:
             batch, wishes = self._build(plan)
+        self._copy_shared([seq for seq, _ in plan if seq.copied_block is not None])
         logits = self._runner.run(batch, self.pool.tensor)
         self.written = self.pool.mark_written()
         answer(logits, wishes, self._sample)
@@ -165,6 +168,15 @@ class EngineCore(ABC):
             for (seq, count), wish in zip(plan, wishes, strict=True)
         ]
         return build_batch(rows, self.limits.block_size, self._runner.ops.min_rows), wishes
+
+    def _copy_shared(self, writers: list[Sequence]) -> None:
+        """What others compute with too becomes their own, before the step writes to it."""
+        if writers:
+            sources = [seq.copied_block for seq in writers if seq.copied_block is not None]
+            self.pool.copy(sources, [seq.block_ids[-1] for seq in writers])
+            self.num_copied_blocks += len(writers)
+        for seq in writers:
+            seq.copied_block = None
 
     def _apply(self, wishes: list[Wish]) -> None:
         self.stats = StepStats(
@@ -368,7 +380,8 @@ class EngineCore(ABC):
         seq.holder = holder
 
     def _leaving(self) -> list[Sequence]:
-        """Sequences that have left and whose blocks somebody still touches."""
+        """Sequences that no request is known by and whose blocks somebody still touches: they have left, or
+        are beams beside the first."""
         return [seq for seq in self._in_step if seq.doomed]
 
     # ------------------------------------------------------------------ reading

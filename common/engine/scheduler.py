@@ -8,8 +8,10 @@ Rules, in this order:
    to the oldest, the rest to those with the least left to compute. So a long prompt cannot hold up short
    ones, nor they it, and those that decode hold up neither.
 3. Waiting sequences enter in order of arrival as soon as their blocks are there.
-4. A decoding sequence that needs a block and finds none preempts the youngest; the oldest is never preempted.
-5. Guesses of decoding sequences, oldest first, get what is left: of the token budget, of the rows that
+4. A decoding sequence writes to no block that others compute with too: it gets one of its own first, into
+   which the step copies what is there.
+5. A decoding sequence that needs a block and finds none preempts the youngest; the oldest is never preempted.
+6. Guesses of decoding sequences, oldest first, get what is left: of the token budget, of the rows that
    ``max_num_seqs`` stands for, and of blocks beyond one for each sequence. They hold blocks for one step.
 """
 
@@ -56,12 +58,18 @@ class Scheduler:
         self.drafting = drafting
         """Makes guesses for those that decode; ``None``: nobody does."""
         self.num_elsewhere = 0
-        """Sequences that hold blocks here and do not run yet: they count against ``max_num_seqs``."""
+        """Sequences (or what they will become) that hold blocks here and do not run yet: they count against
+        ``max_num_seqs``."""
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
+
+    @property
+    def num_taken(self) -> int:
+        """Of the ``max_num_seqs`` places."""
+        return sum(sequence.width for sequence in self.running) + self.num_elsewhere
 
     def add_waiting(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=by_age)
@@ -88,7 +96,7 @@ class Scheduler:
         room yet."""
         need = self.blocks_for(sequence.num_tokens) - len(cached)
         self._blocks.share(cached, sequence.holder)
-        if self._blocks.available < need + headroom:
+        if self._blocks.available < need + headroom + sequence.width - 1:
             self._blocks.drop(cached, sequence.holder)
             return False
         sequence.block_ids = cached + self._blocks.take(need, sequence.holder)
@@ -107,12 +115,12 @@ class Scheduler:
         sequence.num_known_blocks = full
 
     def _admit(self) -> None:
-        while self.waiting and len(self.running) + self.num_elsewhere < self._max_num_seqs:
+        while self.waiting and self.num_taken + self.waiting[0].width <= self._max_num_seqs:
             sequence = self.waiting[0]
             # At least one token is always computed: its logits are what the answer starts from. Where the
             # prompt's own are wanted, all are.
             cached = [] if sequence.scores_prompt else self.match_prefix(sequence, sequence.num_tokens - 1)
-            if not self.reserve(sequence, cached, headroom=len(self.running) + self.num_elsewhere):
+            if not self.reserve(sequence, cached, headroom=self.num_taken):
                 return
             self.waiting.pop(0)
             insort(self.running, sequence, key=by_age)
@@ -176,8 +184,13 @@ class Scheduler:
             del sequence.block_ids[-len(spare) :]
 
     def _has_room(self, sequence: Sequence) -> bool:
-        while len(sequence.block_ids) < self.blocks_for(sequence.num_tokens):
+        while (
+            missing := len(sequence.block_ids) < self.blocks_for(sequence.num_tokens)
+        ) or self._blocks.is_shared(sequence.block_ids[-1]):
             if self._blocks.available:
+                if not missing:
+                    sequence.copied_block = sequence.block_ids.pop()
+                    self._blocks.drop([sequence.copied_block])
                 sequence.block_ids += self._blocks.take(1)
             elif not self._on_short(sequence) or sequence not in self.running:
                 return False

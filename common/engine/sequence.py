@@ -27,6 +27,7 @@ class Sequence:
     __slots__ = (
         "attempt",
         "block_ids",
+        "copied_block",
         "doomed",
         "draft",
         "drafter",
@@ -45,6 +46,7 @@ class Sequence:
         "request_id",
         "sampling",
         "token_ids",
+        "width",
     )
 
     def __init__(
@@ -86,6 +88,11 @@ class Sequence:
         sampled are kept."""
         self.drafter: Drafter | None = None
         """Makes the guesses, where there are any."""
+        self.copied_block: int | None = None
+        """A block that others write to as well: the next step copies it into the one that has come in its
+        place."""
+        self.width = 1
+        """Sequences that it is, or will soon become."""
         self.in_step = False
         """Its blocks are being read and written by the running step: they may not be given back yet."""
         self.doomed = False
@@ -116,11 +123,12 @@ class Sequence:
         return self.sampling.prompt_logprobs is not None and self.first_index == 0
 
     def finish_reason(self, token: int, index: int, eos: Seq[int], max_model_len: int) -> FinishReason | None:
-        """Does ``token`` at output position ``index``, already appended, end the answer?"""
+        """Does ``token`` at output position ``index``, already appended, end the answer? Those of beams end
+        with the search."""
         params = self.sampling
-        if index + 1 >= params.min_tokens and (
-            token in params.stop_token_ids or (token in eos and not params.ignore_eos)
-        ):
+        if params.beam_width:
+            return None
+        if index + 1 >= params.min_tokens and token in self.stops(eos):
             return "stop"
         if index + 1 >= params.max_tokens or len(self.token_ids) >= max_model_len:
             return "length"
@@ -137,10 +145,16 @@ class Sequence:
             self._forbidden(index, eos),
             prompt=self.token_ids[: self.num_prompt],
             output=[*self.token_ids[self.num_prompt :], *guessed],
+            # Of a beam at most so many can be among the best that go on, beside those that end there.
+            branches=width + len(self.stops(eos)) if (width := self.sampling.beam_width) else 0,
         )
 
     def _forbidden(self, index: int, eos: Seq[int]) -> tuple[int, ...]:
         """Ids that may not be sampled at ``index`` because ``min_tokens`` is not reached."""
         if index >= self.sampling.min_tokens:
             return ()
+        return self.stops(eos)
+
+    def stops(self, eos: Seq[int]) -> tuple[int, ...]:
+        """Ids that end an answer, once there are ``min_tokens``."""
         return (*self.sampling.stop_token_ids, *(() if self.sampling.ignore_eos else eos))

@@ -10,7 +10,7 @@ import torch
 
 from pagerelay.common.engine.sequence import Sequence
 from pagerelay.common.model.device_sampler import Sampler
-from pagerelay.common.model.logits import SampleRequest, scores, told
+from pagerelay.common.model.logits import SampleRequest, branches, scores, told
 from pagerelay.common.wire.sampling import TokenLogprobs
 
 
@@ -69,11 +69,15 @@ def answer(logits: torch.Tensor, wishes: Seq[Wish], sample: Sampler) -> None:
     counts = [request.params.logprobs for request in requests]
     asked = [(place, count) for place, count in enumerate(counts) if count is not None]
     unchanged = scores(logits, [rows[place] for place, _ in asked])
+    branching = [place for place, request in enumerate(requests) if request.branches]
+    ahead = branches(logits, [rows[place] for place in branching], [requests[place] for place in branching])
     tokens = sample(logits if len(rows) == at else logits[rows], requests)
     said: dict[int, TokenLogprobs] = {}
     if unchanged is not None:
         of_asked = told(unchanged, [tokens[place] for place, _ in asked], [count for _, count in asked])
         said = {place: logprobs for (place, _), logprobs in zip(asked, of_asked, strict=True)}
+    for place, likeliest in zip(branching, ahead, strict=True):
+        tokens[place], said[place] = likeliest.top[0][0], likeliest
     at = 0
     for wish in wishes:
         places = range(at, at + len(wish.requests))

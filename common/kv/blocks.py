@@ -103,6 +103,10 @@ class BlockPool:
         """Blocks that :meth:`take` can give now: the free ones and those it may evict."""
         return len(self._free) + (len(self.cache) if self.cache is not None else 0)
 
+    def is_shared(self, block: int) -> bool:
+        """Do several sequences compute with it? Then none of them may write to it."""
+        return self._holders["sequence"][block] > 1
+
     def counts(self) -> BlockCounts:
         return BlockCounts(
             total=self.total,

@@ -38,6 +38,10 @@ class KvPool:
             self.num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim
         )
 
+    def copy(self, sources: list[int], targets: list[int]) -> None:
+        """Blocks within the pool, in order with the steps that compute on it."""
+        self.tensor[targets] = self.tensor[sources]
+
     def mark_written(self) -> int | None:
         """After a step was given to the GPU, on the thread that gave it: the number under which other workers
         can wait for it. ``None`` where a step that has returned is done."""

@@ -31,6 +31,8 @@ class SampleRequest:
     output: Sequence[int] = ()
     mask: npt.NDArray[np.int32] | None = None
     """What the grammar allows, a bit a token: token 32 i + j is bit j of word i."""
+    branches: int = 0
+    """Above 0: not one token is wanted, but so many of the likeliest, with their log-probabilities."""
 
 
 Send = Callable[[list[npt.NDArray[np.generic]]], Sequence[torch.Tensor]]
@@ -130,6 +132,26 @@ def scores(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor | None:
         return None
     # A row at a time: what a row's sum is must not depend on how many there are.
     return torch.stack([logits[row].double().log_softmax(-1) for row in rows])
+
+
+def branches(
+    logits: torch.Tensor, rows: Sequence[int], requests: Sequence[SampleRequest]
+) -> list[TokenLogprobs]:
+    """The likeliest next tokens of each row and their log-probabilities, changed as the request wants, best
+    first, of equal ones the lower id first: as ``top``, and the very first as the one that is told of."""
+    of_rows = scores(logits, rows)
+    if of_rows is None:
+        return []
+    edit(of_rows, requests, lambda arrays: [torch.from_numpy(array).to(logits.device) for array in arrays])
+    found = []
+    for row, request in zip(of_rows, requests, strict=True):
+        least = row.topk(min(request.branches, row.numel())).values[-1]
+        ids = ((row >= least) & row.isfinite()).nonzero()[:, 0]
+        best = row[ids].sort(descending=True, stable=True)
+        top = zip(ids[best.indices].tolist(), best.values.tolist(), strict=True)
+        pairs = tuple(top)[: request.branches]
+        found.append(TokenLogprobs(pairs[0][1], pairs))
+    return found
 
 
 def told(of_rows: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:

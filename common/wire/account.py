@@ -56,6 +56,8 @@ class Counters(Struct, kw_only=True):
     step_seconds: float = 0.0
     leases_expired: int = 0
     preemptions: int = 0
+    copied_blocks: int = 0
+    """Blocks that beams shared until one of them wrote to it."""
     corrupt_blocks: int = 0
     """Fetched blocks whose bytes were not those of their checksums: never used, the request recovered."""
     ledger_faults: int = 0

@@ -3,8 +3,8 @@
 =================  ============================================================================
 link               messages
 =================  ============================================================================
-worker → router    Hello, Heartbeat, PrefillStarted, FirstToken, PromptScores, HandedOver, Tokens, Preempted,
-                   Suspended, Failed, Goodbye
+worker → router    Hello, Heartbeat, PrefillStarted, FirstToken, PromptScores, HandedOver, Tokens, Beams,
+                   Preempted, Suspended, Failed, Goodbye
 router → worker    Welcome, Refused, Beat, Drain, PrefillJob, DecodeJob, Suspend, Probe, Abort
 D → P              Fetch, Read, Renew, Release, Attach, Detached
 P → D              Ready, Blocks (+ one raw frame a block), Commit, Released, LeaseLost, Detach
@@ -26,6 +26,7 @@ from pagerelay.common.wire.account import Counters, Load
 from pagerelay.common.wire.pools import PoolAddress
 from pagerelay.common.wire.sampling import Count as Count
 from pagerelay.common.wire.sampling import FinishReason as FinishReason
+from pagerelay.common.wire.sampling import Hypothesis as Hypothesis
 from pagerelay.common.wire.sampling import SamplingParams as SamplingParams
 from pagerelay.common.wire.sampling import TokenDelta as TokenDelta
 from pagerelay.common.wire.sampling import TokenLogprobs as TokenLogprobs
@@ -133,6 +134,15 @@ class FirstToken(Message, frozen=True):
 
 class Tokens(Message, frozen=True):
     deltas: list[TokenDelta]
+
+
+class Beams(Message, frozen=True):
+    """A beam search has made ``num_tokens`` steps; at its end also what it has found, best first."""
+
+    request_id: str
+    attempt: int
+    num_tokens: int
+    hypotheses: list[Hypothesis] | None = None
 
 
 class PromptScores(Message, frozen=True):
@@ -367,6 +377,7 @@ ToRouter = (
     | PrefillStarted
     | FirstToken
     | Tokens
+    | Beams
     | PromptScores
     | HandedOver
     | Preempted

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from pagerelay.common.wire.messages import (
     Abort,
+    Beams,
     DecodeJob,
     Drain,
     Failed,
@@ -36,7 +37,7 @@ from pagerelay.common.wire.messages import (
 
 _ANY_SENDS: frozenset[type[Message]] = frozenset({Hello, Heartbeat, PromptScores, Failed, Goodbye})
 _ANY_GETS: frozenset[type[Message]] = frozenset({Abort, Drain, Probe})
-_DECODE_SENDS: frozenset[type[Message]] = _ANY_SENDS | {HandedOver, Tokens, Preempted, Suspended}
+_DECODE_SENDS: frozenset[type[Message]] = _ANY_SENDS | {HandedOver, Tokens, Beams, Preempted, Suspended}
 _DECODE_GETS: frozenset[type[Message]] = _ANY_GETS | {DecodeJob, Suspend}
 
 MAY_SEND: dict[Role, frozenset[type[Message]]] = {

@@ -15,6 +15,9 @@ TokenId = Annotated[int, Meta(ge=0)]
 
 MAX_LOGPROBS = 20
 """Most alternatives that may be asked for beside a token."""
+MAX_BEAMS = 64
+MAX_BEAM_TOKENS = 150_000
+"""Of all beams of a search together: their answers come in one message, five bytes a token at most."""
 
 
 class Grammar(Struct, frozen=True, kw_only=True, gc=False):
@@ -42,6 +45,13 @@ class SamplingParams(Struct, frozen=True, kw_only=True, gc=False, omit_defaults=
 
     ``logprobs``: natural logarithms of the unchanged distribution, of each token and so many most likely
     ones; ``prompt_logprobs`` the same of the prompt's tokens.
+
+    ``beam_width`` above 0: the answers are the best that a beam search of that width finds, and nothing is
+    drawn. Logarithms of probabilities take the place of logits, and are changed as these would be. An answer
+    of ``L`` tokens is worth their sum / ``L ** length_penalty``. The search ends with ``beam_width`` finished
+    answers; unless ``early_stopping``, not before the likeliest beam is worth less than all of them:
+    at the length that it has, or, with "never", at the one from ``L`` to ``max_tokens`` where it is worth
+    most.
     """
 
     max_tokens: Count
@@ -63,6 +73,9 @@ class SamplingParams(Struct, frozen=True, kw_only=True, gc=False, omit_defaults=
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     grammar: Grammar | None = None
+    beam_width: Annotated[int, Meta(ge=0, le=MAX_BEAMS)] = 0
+    length_penalty: Annotated[float, Meta(ge=-10, le=10)] = 1.0
+    early_stopping: bool | Literal["never"] = False
 
     @property
     def changes_logits(self) -> bool:
@@ -71,6 +84,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, gc=False, omit_defaults=
             bool(self.logit_bias or self.bad_words or self.allowed_token_ids)
             or (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
             or self.grammar is not None
+            or self.beam_width > 0
         )
 
 
@@ -86,6 +100,14 @@ class TokenLogprobs(Struct, frozen=True, gc=False, array_like=True):
 
     logprob: float
     top: tuple[tuple[TokenId, float], ...] = ()
+
+
+class Hypothesis(Struct, frozen=True, kw_only=True, gc=False):
+    """A finished answer of a beam search. ``score``: what it is worth, see :class:`SamplingParams`."""
+
+    token_ids: list[int]
+    score: float
+    finish_reason: FinishReason
 
 
 class TokenDelta(Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):

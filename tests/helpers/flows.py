@@ -28,6 +28,7 @@ from pagerelay.common.wire.messages import (
     TokenDelta,
     Tokens,
 )
+from pagerelay.router.beam_flow import BeamFlow
 from pagerelay.router.flow import FlowSettings, RequestFlow
 from pagerelay.router.metrics import RouterMetrics
 from pagerelay.router.policy import LeastLoad
@@ -127,7 +128,8 @@ class House:
         rejoin_wait_s: float = 0.0,
         probe_s: float = 5.0,
     ) -> Driven:
-        flow = RequestFlow(
+        kind = BeamFlow if sampling.beam_width else RequestFlow
+        flow = kind(
             request_id="r",
             prompt=prompt,
             sampling=sampling,

@@ -17,12 +17,14 @@ from engines import assert_idle
 
 from pagerelay.common.wire.messages import (
     Abort,
+    Beams,
     Commit,
     DecodeJob,
     Failed,
     Fetch,
     FirstToken,
     HandedOver,
+    Hypothesis,
     KvHandle,
     LeaseLost,
     Preempted,
@@ -57,6 +59,8 @@ class Request:
     attempt: int = 1
     emitted: list[int] = field(default_factory=list)
     early: dict[int, TokenDelta] = field(default_factory=dict)
+    hypotheses: list[Hypothesis] | None = None
+    """What a beam search has found."""
     reason: str | None = None
     error: str | None = None
     preempted: int = 0
@@ -67,7 +71,8 @@ class Request:
 
     @property
     def over(self) -> bool:
-        return self.reason is not None or self.error is not None or self.aborted
+        ended = self.reason is not None or self.hypotheses is not None
+        return ended or self.error is not None or self.aborted
 
 
 @dataclass
@@ -170,12 +175,14 @@ class Hands:
             return
         match message:
             case PrefillStarted():
-                if request.sampling.max_tokens > len(request.emitted) + 1:
+                if request.sampling.beam_width or request.sampling.max_tokens > len(request.emitted) + 1:
                     self._hand_off(request, message.handle)
             case FirstToken():
                 self._accept(message.delta)
             case HandedOver():
                 self._accept(message.first)
+            case Beams():
+                request.hypotheses = message.hypotheses
             case Preempted():
                 request.preempted += 1
                 self.recover(request)
@@ -192,6 +199,8 @@ class Hands:
         request = self.requests[delta.request_id]
         if request.over or delta.attempt != request.attempt or delta.index < len(request.emitted):
             return
+        if request.sampling.beam_width:
+            return  # the likeliest first token, which need not be any answer's
         request.early.setdefault(delta.index, delta)
         while len(request.emitted) in request.early:
             due = request.early.pop(len(request.emitted))
@@ -261,7 +270,8 @@ class Hands:
                     return
                 if message.ok:
                     assert fetch.commit is not None
-                    self.d.fetched(seq, fetch.commit.first_token, "hand", 0, 0.0)
+                    commit = fetch.commit
+                    self.d.fetched(seq, commit.first_token, "hand", 0, 0.0, logprobs=commit.logprobs)
                 else:
                     self.d.fetch_failed(seq, "the lease ran out", retryable=True)
                 self._end_fetch(message.lease)

@@ -38,6 +38,7 @@ def samples(hello: m.Hello, handle: m.KvHandle) -> dict[str, list[m.Message]]:
                 request_id="r", attempt=1, first=delta, transport="shm", handover_s=0.1, num_bytes=1
             ),
             m.Preempted(request_id="r", attempt=1),
+            m.Beams(request_id="r", attempt=1, num_tokens=3),
             m.Suspended(request_id="r", attempt=1, handle=handle),
             m.Failed(request_id="r", attempt=1, code="c", message="m", retryable=True),
             m.Goodbye(),

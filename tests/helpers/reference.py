@@ -63,6 +63,45 @@ def greedy(folder: Path, wanted: list[list[int]], num_tokens: int) -> Iterator[E
         yield Expected(ids, sure)
 
 
+@dataclass(frozen=True)
+class ExpectedBeam:
+    """``score``: the answer's worth, as transformers reckons it."""
+
+    ids: list[int]
+    score: float
+
+
+class BeamReference:
+    """``generate`` by beam search, one prompt at a time; scores of sums of fp32 logarithms."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def __call__(
+        self, prompt: list[int], num_tokens: int, width: int, eos: list[int] | None = None, **settings: Any
+    ) -> list[ExpectedBeam]:
+        """The answers, best first. ``eos``: ids that end one, none by default; ``settings`` are
+        transformers' own."""
+        out = self._model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            num_beams=width,
+            num_return_sequences=width,
+            max_new_tokens=num_tokens,
+            eos_token_id=eos,
+            pad_token_id=0,
+            output_scores=True,
+            return_dict_in_generate=True,
+            **settings,
+        )
+        found = []
+        for row, score in zip(out.sequences[:, len(prompt) :].tolist(), out.sequences_scores, strict=True):
+            ends = [at for at, token in enumerate(row) if token in (eos or [])]
+            found.append(ExpectedBeam(row[: ends[0] + 1] if ends else row, float(score)))
+        return found
+
+
 class _Norm64(nn.Module):
     """RMSNorm in the precision of its input; transformers' own computes in fp32 whatever it is given."""
 

@@ -74,6 +74,12 @@ LINKS: list[tuple[str, Any, list[m.Message]]] = [
             m.PrefillStarted(request_id="r", attempt=1, handle=HANDLE, queued_s=0.5, num_cached_tokens=4),
             m.FirstToken(delta=DELTA, prefill_s=0.25, num_computed_tokens=6),
             m.Tokens(deltas=[DELTA, DELTA]),
+            m.Beams(
+                request_id="r",
+                attempt=1,
+                num_tokens=2,
+                hypotheses=[m.Hypothesis(token_ids=[3, 4], score=-0.5, finish_reason="stop")],
+            ),
             m.PromptScores(request_id="r", attempt=1, first=1, scores=[m.TokenLogprobs(-0.5, ((3, -0.5),))]),
             m.HandedOver(
                 request_id="r", attempt=1, first=DELTA, transport="shm", handover_s=0.1, num_bytes=2**40

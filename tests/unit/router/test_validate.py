@@ -286,7 +286,6 @@ def test_fan_out() -> None:
 
 
 MEANT = {
-    "length_penalty": 0.5,
     "echo": True,
     "top_logprobs": 2,
     "suffix": "x",
@@ -300,7 +299,6 @@ MEANT = {
     "guided_choice": [],
     "guided_grammar": "x",
     "structured_outputs": {},
-    "use_beam_search": True,
     "chat_template": "{{ 1 }}",
     "chat_template_kwargs": {"chat_template": "x"},
     "documents": [{}],
