@@ -278,6 +278,8 @@ class RequestFlow:
                     self._move("FAILED")
                     if event.code == "too_long":
                         raise InvalidRequest(event.message, code="context_length_exceeded")
+                    if event.code == "grammar_failed":
+                        raise InvalidRequest(event.message, code=event.code)
                     raise Unavailable(event.message, code=event.code)
                 await self._recover(event.code, event.message)
             case _:

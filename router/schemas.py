@@ -15,9 +15,9 @@ field                            what happens
                                  ``content`` null; ``name`` where the template writes it, else ignored
 ``tools``                        chat: functions, rendered by the model's template, ``parameters`` a JSON
                                  schema; refused where the template has no tools or writes calls in an unknown
-                                 form, ``strict: true`` always
-``tool_choice``                  chat: ``auto`` (the default) and ``none``, which hides the tools from the
-                                 model; ``required`` and a named function are refused
+                                 form, ``strict: true`` beside a forced call alone
+``tool_choice``                  chat: ``auto`` (the default), ``none``, which hides the tools from the
+                                 model; ``required`` and a named function: the answer is calls alone
 ``parallel_tool_calls``          chat: honoured; with false the answer ends with its first call
 ``chat_template_kwargs``         chat: variables of the model's template, and ``enable_thinking``; scalars
 ``add_generation_prompt``        chat: honoured, default true
@@ -40,7 +40,7 @@ field                            what happens
 ``stream``, ``stream_options``   honoured; options (``include_usage``) only beside ``stream: true``
 ``presence_penalty``,            honoured, -2 to 2: subtracted from the logits of tokens in the answer, the
 ``frequency_penalty``            latter as often as they are there
-``repetition_penalty``           honoured, above 0 to 100: divides the logits of tokens in prompt and answer
+``repetition_penalty``           honoured, 0.01 to 100: divides the logits of tokens in prompt and answer
 ``logit_bias``                   honoured: token id → -100 to 100, at most 1,024
 ``bad_words``                    honoured: at most 128 texts whose tokens never come in that order
 ``allowed_token_ids``            honoured: nothing else comes; at most 16,384
@@ -52,14 +52,23 @@ field                            what happens
                                  ``max_tokens: 0`` it is all there is
 ``best_of``                      completions, ``/generate``: honoured without streaming, at least ``n``: the
                                  ``n`` of so many answers with the largest mean log-probability
+``response_format``              honoured: ``text``, ``json_object``, ``json_schema`` (always strict)
+``guided_json``,                 honoured: an object or its text, a regular expression, up to 1,000 texts,
+``guided_regex``,                a grammar of Lark or GBNF; ``structured_outputs`` with ``json``,
+``guided_choice``,               ``regex``, ``choice``, ``grammar`` or ``json_object: true`` says it too; one
+``guided_grammar``               of them at most; the answer ends when nothing may follow
 ``use_beam_search``              honoured without streaming: ``n`` answers, best first, of a search by
                                  ``best_of`` (default ``n``) beams, 2 to 64; each prompt counts that many
                                  choices; an answer may have 150,000 / beams tokens
 ``num_beams``                    the same, and says how many; 1 is no search
 ``length_penalty``,              beside these: -10 to 10, default 1; true, false (default) or ``"never"``; as
 ``early_stopping``               in transformers
+``truncate_prompt_tokens``       honoured, ≥ 1: only so many of a prompt's last tokens count
+``add_special_tokens``           prompts: honoured, default true; chat: only false, its template adds them
+``return_token_ids``             honoured: choices have ``token_ids``, as those of ``/generate`` always have
 all others in :data:`NOT_YET`    refused by name (``unsupported_parameter``) unless null or neutral
 ``user``, unknown fields         ignored
+other servers' names             ``/generate``: see :mod:`dialects`
 ===============================  ===========================================================================
 """
 
@@ -89,6 +98,34 @@ class StreamOptions(Struct, frozen=True):
     include_usage: bool | None = None
 
 
+class JsonSchemaFormat(Struct, frozen=True):
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, frozen=True):
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+Pattern = Annotated[str, Meta(min_length=1)]
+Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=1000)]
+
+
+class StructuredOutputs(Struct, frozen=True):
+    json: dict[str, Any] | str | None = None
+    regex: Pattern | None = None
+    choice: Choices | None = None
+    grammar: Pattern | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+    structural_tag: Any = None
+
+
 class Common(Struct, frozen=True, kw_only=True):
     """The fields of every endpoint."""
 
@@ -112,44 +149,44 @@ class Common(Struct, frozen=True, kw_only=True):
 
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1024)] | None = None
     bad_words: Annotated[list[BadWord], Meta(max_length=128)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=16384)] | None = None
     logprobs: NumLogprobs | bool | None = None
     prompt_logprobs: NumLogprobs | None = None
     best_of: Annotated[int, Meta(ge=1, le=INT32_MAX)] | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: Pattern | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Pattern | None = None
+    structured_outputs: StructuredOutputs | None = None
     use_beam_search: bool | None = None
     num_beams: Annotated[int, Meta(ge=1, le=INT32_MAX)] | None = None
     length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
     early_stopping: bool | Literal["never"] | None = None
+    truncate_prompt_tokens: Tokens | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
 
     # Understood, and refused with any other value than the neutral one of NOT_YET.
     echo: Any = None
     top_logprobs: Any = None
     suffix: Any = None
-    response_format: Any = None
     tools: Any = None
     tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
     chat_template: Any = None
     chat_template_kwargs: Any = None
     documents: Any = None
     modalities: Any = None
     audio: Any = None
     logits_processors: Any = None
-    truncate_prompt_tokens: Any = None
-    add_special_tokens: Any = None
     add_generation_prompt: Any = None
     continue_final_message: Any = None
     prompt_embeds: Any = None
-    return_token_ids: Any = None
     web_search_options: Any = None
     kv_transfer_params: Any = None
 
@@ -158,28 +195,19 @@ NOT_YET: Final[dict[str, tuple[Any, ...]]] = {
     "echo": (False,),
     "top_logprobs": (0,),
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none",),
     "functions": ([],),
     "function_call": ("none",),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "documents": ([],),
     "modalities": (["text"],),
     "audio": (),
     "logits_processors": ([],),
-    "truncate_prompt_tokens": (),
-    "add_special_tokens": (),  # neutral is what the endpoint does anyway: see validate
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "prompt_embeds": (),
-    "return_token_ids": (False,),
     "web_search_options": (),
     "kv_transfer_params": (),
 }

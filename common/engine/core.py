@@ -19,7 +19,8 @@ from pagerelay.common.engine.flight import Flight, Launcher, in_flight
 from pagerelay.common.engine.parts import EngineLimits, Outbox, StepStats
 from pagerelay.common.engine.scheduler import Scheduler
 from pagerelay.common.engine.sequence import Sequence
-from pagerelay.common.engine.wishes import Wish, wish_of
+from pagerelay.common.engine.wishes import Wish, constrain, wish_of
+from pagerelay.common.grammar import Grammars
 from pagerelay.common.hashing import PrefixHasher
 from pagerelay.common.kv.blocks import BlockPool, Holder, PrefixCache
 from pagerelay.common.kv.pool import KvPool
@@ -58,6 +59,7 @@ class EngineCore(ABC):
         self.pool = pool
         self.blocks = BlockPool(pool.num_blocks, PrefixCache() if limits.prefix_cache else None)
         self.max_model_len = min(facts.max_model_len, pool.num_blocks * limits.block_size)
+        self._grammars = Grammars(facts.folder, facts.vocab_size, facts.eos_token_ids)
         speculation, eos = limits.speculation, facts.eos_token_ids
         drafting = Drafting(speculation, eos, self.max_model_len) if speculation is not None else None
         # Guesses follow the last token, so they have to know it.
@@ -112,13 +114,13 @@ class EngineCore(ABC):
         return True
 
     def _begin(self) -> bool:
-        """Plans a step and gives it to the model, behind one that runs only where that is possible; tells
-        whether there was one."""
+        """Plans a step and gives it to the model, if need be behind one that runs; tells whether it did."""
         with self.lock:
             behind = self._flights[-1] if self._flights else None
             if behind is not None and not self._goes_behind(behind):
                 return False
-            flight = Flight([self._planned(seq, count) for seq, count in self.scheduler.plan()])
+            eos, plan = self.facts.eos_token_ids, self.scheduler.plan()
+            flight = Flight([wish_of(seq, count, eos, self._goes_on(seq)) for seq, count in plan])
             if flight.wishes:
                 self._flights.append(flight)
             news = bool(self._outbox.to_router)
@@ -137,15 +139,9 @@ class EngineCore(ABC):
         where somebody would have to be preempted, whose blocks would not come back at once."""
         return self._launcher.ahead and flight.plain and self.scheduler.has_room and not self._suspending
 
-    def _planned(self, seq: Sequence, count: int) -> Wish:
-        wish = wish_of(seq, count, self.facts.eos_token_ids)
-        wish.pending = int(bool(wish.requests) and self._goes_on(seq))
-        seq.queued += count
-        seq.pending += wish.pending
-        return wish
-
     def _finish(self, flight: Flight) -> None:
         """Waits for the tokens of the oldest step and applies it."""
+        constrain(flight.wishes, self._grammars)  # while a GPU computes
         self._launcher.land(flight)
         self._computed([(wish.seq, wish.count) for wish in flight.wishes])
         with self.lock:
@@ -171,6 +167,9 @@ class EngineCore(ABC):
         if seq.doomed:
             if not seq.in_step:
                 self._give_back(seq)
+            return 0
+        if wish.failure is not None:
+            self._fail(seq, "grammar_failed", wish.failure, retryable=False)
             return 0
         if wish.scores:
             scores = PromptScores(
@@ -198,8 +197,7 @@ class EngineCore(ABC):
         return number
 
     def fail_step(self, message: str) -> int:
-        """A step raised: every request in it, and in one begun before or behind it, fails (and may be tried
-        elsewhere), the engine goes on."""
+        """A step raised: every request in flight fails (and may be tried elsewhere), the engine goes on."""
         with self.lock:
             hit, self._flights = in_flight(self._flights), []
             # What was launched of them may still write their blocks: whoever gets these waits for that.
@@ -209,9 +207,12 @@ class EngineCore(ABC):
                 if seq.doomed:
                     self._give_back(seq)
                     continue
-                self._tell_failed(seq, "step_failed", message, retryable=True)
-                self._failed(seq)
+                self._fail(seq, "step_failed", message, retryable=True)
             return len(hit)
+
+    def _fail(self, seq: Sequence, code: str, message: str, retryable: bool) -> None:
+        self._tell_failed(seq, code, message, retryable)
+        self._failed(seq)
 
     def _tell_failed(self, seq: Sequence, code: str, message: str, retryable: bool) -> None:
         failed = Failed(
@@ -255,6 +256,8 @@ class EngineCore(ABC):
             self._tell_failed(seq, "bad_job", message, retryable=False)
             return None
         self._by_request[job.request_id] = seq
+        if seq.sampling.grammar is not None:
+            self._grammars.prepare(seq.sampling.grammar)
         return seq
 
     def abort(self, request_id: str, attempt: int) -> None:
@@ -305,7 +308,7 @@ class EngineCore(ABC):
 
     @abstractmethod
     def _failed(self, seq: Sequence) -> None:
-        """The step it was in raised."""
+        """The step it was in raised, or had no token for it."""
 
     @abstractmethod
     def _admitted(self, seq: Sequence) -> None:

@@ -91,7 +91,7 @@ class Drafting:
 
     def guesses(self, seq: Sequence, most: int) -> list[int]:
         """At most so many, for a sequence that decodes; none after which no token could count."""
-        if seq.in_step or seq.num_tokens == seq.num_given or seq.sampling.grammar is not None:
+        if seq.in_step or seq.num_tokens == seq.num_given or seq.sampling.beam_width:
             return []
         count = min(
             most,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
+from pagerelay.common.grammar import Matcher
 from pagerelay.common.kv.blocks import Holder
 from pagerelay.common.model.logits import SampleRequest
 from pagerelay.common.states import Machine
@@ -36,6 +37,7 @@ class Sequence:
         "keys",
         "logprobs",
         "machine",
+        "matcher",
         "num_cached",
         "num_computed",
         "num_given",
@@ -87,6 +89,8 @@ class Sequence:
         self.draft: list[int] = []
         """Guesses at the tokens to come, computed in the next step beside the last token: those that are
         sampled are kept."""
+        self.matcher: Matcher | None = None
+        """Where the output is in its grammar; made when it is first asked, from the output so far."""
         self.drafter: Drafter | None = None
         """Makes the guesses, where there are any."""
         self.copied_block: int | None = None
@@ -142,6 +146,8 @@ class Sequence:
         params = self.sampling
         if params.beam_width:
             return None
+        if params.grammar is not None and token in eos:
+            return "stop"  # nothing may follow
         if index + 1 >= params.min_tokens and token in self.stops(eos):
             return "stop"
         return "length" if self.ends_at(index, max_model_len) else None
@@ -166,10 +172,11 @@ class Sequence:
         )
 
     def _forbidden(self, index: int, eos: Seq[int]) -> tuple[int, ...]:
-        """Ids that may not be sampled at ``index`` because ``min_tokens`` is not reached."""
-        if index >= self.sampling.min_tokens:
-            return ()
-        return self.stops(eos)
+        """Ids that may not be sampled at ``index``: because ``min_tokens`` is not reached, or because a
+        grammar goes on and end tokens are ignored."""
+        params = self.sampling
+        held = eos if params.ignore_eos and params.grammar is not None else ()
+        return (*held, *(self.stops(eos) if index < params.min_tokens else ()))
 
     def stops(self, eos: Seq[int]) -> tuple[int, ...]:
         """Ids that end an answer, once there are ``min_tokens``."""
