@@ -61,8 +61,8 @@ class Wish:
 
 
 def wish_of(seq: Sequence, count: int, eos: Seq[int], goes_on: bool = True) -> Wish:
-    """A step that is begun computes ``count`` of its tokens; if these are all, the next token is sampled, from
-    which it ``goes_on``."""
+    """A step that begins computes ``count`` of its tokens; if these are all, the next token is sampled, and
+    it may go on from that."""
     start = seq.num_computed + seq.queued
     after = start + count
     requests = []
