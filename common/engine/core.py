@@ -33,7 +33,6 @@ from pagerelay.common.wire.messages import (
     PrefillJob,
     PromptScores,
 )
-from pagerelay.common.wire.sampling import named_tokens
 
 NUM_REMEMBERED = 4096
 """Requests and leases of the past that are remembered."""
@@ -244,16 +243,8 @@ class EngineCore(ABC):
             first_index=job.first_index,
             machine=machine,
         )
-        if not 1 <= seq.num_tokens <= self.max_model_len:
-            message = f"{seq.num_tokens} tokens do not fit this worker's limit of {self.max_model_len}"
-            self._tell_failed(seq, "too_long", message, retryable=False)
-            return None
-        named = (*seq.token_ids, *named_tokens(seq.sampling))
-        least, most, vocab_size = min(named), max(named), self.facts.vocab_size
-        if least < 0 or most >= vocab_size:
-            # It would fail the step it is in, and with it everybody else there.
-            message = f"token ids from {least} to {most}, the vocabulary has {vocab_size}"
-            self._tell_failed(seq, "bad_job", message, retryable=False)
+        if (misfit := seq.misfit(self.max_model_len, self.facts.vocab_size)) is not None:
+            self._tell_failed(seq, *misfit, retryable=False)
             return None
         self._by_request[job.request_id] = seq
         if seq.sampling.grammar is not None:

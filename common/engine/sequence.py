@@ -9,7 +9,7 @@ from pagerelay.common.grammar import Matcher
 from pagerelay.common.kv.blocks import Holder
 from pagerelay.common.model.logits import SampleRequest
 from pagerelay.common.states import Machine
-from pagerelay.common.wire.sampling import FinishReason, SamplingParams, TokenLogprobs
+from pagerelay.common.wire.sampling import FinishReason, SamplingParams, TokenLogprobs, named_tokens
 
 if TYPE_CHECKING:
     from pagerelay.common.engine.drafting import Drafter
@@ -139,6 +139,15 @@ class Sequence:
     def scores_prompt(self) -> bool:
         """Are the prompt's log-probabilities wanted, and not told by an earlier attempt?"""
         return self.sampling.prompt_logprobs is not None and self.first_index == 0
+
+    def misfit(self, max_model_len: int, vocab_size: int) -> tuple[str, str] | None:
+        """Why it cannot be computed here: an error's code and message. In a step it would fail everybody."""
+        if not 1 <= self.num_tokens <= max_model_len:
+            return "too_long", f"{self.num_tokens} tokens do not fit this worker's limit of {max_model_len}"
+        named = (*self.token_ids, *named_tokens(self.sampling))
+        if min(named) < 0 or max(named) >= vocab_size:
+            return "bad_job", f"token ids from {min(named)} to {max(named)}, the vocabulary has {vocab_size}"
+        return None
 
     def finish_reason(self, token: int, index: int, eos: Seq[int], max_model_len: int) -> FinishReason | None:
         """Does ``token`` at output position ``index``, already appended, end the answer? Those of beams end
