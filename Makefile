@@ -35,7 +35,7 @@ done; \
 wait $$job || { cat "$$log" >&2; echo "FAILED: $(1)" >&2; exit 1; }
 endef
 
-.PHONY: help setup setup-dev model up test lint format exact asan test-clients test-compose bench bench-wire \
+.PHONY: help setup setup-dev model up test lint format exact asan test-clients test-openapi test-compose bench bench-wire \
 	chaos kill-matrix fuzz clean
 
 help:
@@ -44,6 +44,7 @@ help:
 	@echo "make exact        the full comparison with transformers' own generate"
 	@echo "make asan         the C kernels under the address, undefined-behaviour and thread sanitizers"
 	@echo "make test-clients the openai, langchain-openai, litellm and guidellm packages against a cluster"
+	@echo "make test-openapi schemathesis on /openapi.json of a running cluster (MINUTES=5)"
 	@echo "make test-compose the cluster in containers; needs a Docker engine"
 	@echo "make chaos        10,000 requests under seeded faults (SEED=1 MINUTES=60 ARGS=\"--transport tcp\")"
 	@echo "make kill-matrix  workers killed at every state and token;  make fuzz  rubbish on every socket"
@@ -121,7 +122,7 @@ test: lint model
 # the constraints pin.
 test-clients:
 	@$(MAKE) --no-print-directory VENV=.venv-clients CONSTRAINTS= EXTRAS=clients setup-dev model
-	.venv-clients/bin/pytest -m clients $(PYTEST_ARGS)
+	.venv-clients/bin/pytest -W default -m clients $(PYTEST_ARGS)
 
 asan: setup-dev
 	$(BIN)/pytest -n 2 -m asan $(PYTEST_ARGS)
@@ -142,6 +143,9 @@ kill-matrix: setup-dev model
 
 fuzz: setup-dev model
 	$(HELPERS) $(BIN)/python tests/helpers/fuzz.py --seed $(SEED) $(ARGS)
+
+test-openapi: setup-dev model
+	$(HELPERS) $(BIN)/python tests/helpers/openapi_run.py --seed $(SEED) --minutes $(MINUTES) $(ARGS)
 
 test-compose: setup-dev
 	$(BIN)/pytest -m compose $(PYTEST_ARGS)

@@ -22,6 +22,7 @@ from pagerelay.bench.handover import HandoverOptions, measure_handover
 from pagerelay.bench.kernels import KernelOptions, check_kernels
 from pagerelay.bench.load import LoadOptions, load
 from pagerelay.bench.router import RouterOptions, measure_router
+from pagerelay.bench.speculation import SpeculationOptions, measure_speculation
 from pagerelay.bench.stats import Slo
 from pagerelay.bench.traffic import MAX_REQUESTS, MAX_SECONDS
 from pagerelay.bench.workloads import WORKLOADS, Shape
@@ -208,6 +209,17 @@ def _parser() -> argparse.ArgumentParser:
     kernels.add_argument("--only", default="", metavar="WORDS", help="variants whose name has one of a,b,c")
     kernels.add_argument("--results", default="bench/results", metavar="DIR", help="folder of the report")
 
+    guesses = commands.add_parser("speculation", help="answers with and without guessed tokens, side by side")
+    guesses.add_argument("--model-path", required=True, help="model folder")
+    guesses.add_argument(
+        "--questions", type=_whole(1, MAX_REQUESTS), default=12, help="of each of the three workloads (12)"
+    )
+    guesses.add_argument("--clients", type=_whole(1, 64), default=1, help="questions at a time (1)")
+    guesses.add_argument("--max-tokens", type=_whole(2, 4096), default=128, help="of an answer (128)")
+    guesses.add_argument("--num-speculative-tokens", type=_whole(1, 32), default=4, help="guesses a step (4)")
+    guesses.add_argument("--seed", type=int, default=1, help="of the prompts")
+    guesses.add_argument("--results", default="bench/results", metavar="DIR", help="folder of the report")
+
     handover = commands.add_parser("handover", help="what a hand-over adds to the second token, by phase")
     handover.add_argument("--model-path", required=True, help="model folder")
     handover.add_argument(
@@ -285,6 +297,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return asyncio.run(_ended_by_sigterm(measure_footprint(_footprint_options(args))))
         if args.command == "kernels":
             return check_kernels(KernelOptions.of(args))
+        if args.command == "speculation":
+            options = {name: getattr(args, name) for name in SpeculationOptions.__struct_fields__}
+            return asyncio.run(_ended_by_sigterm(measure_speculation(SpeculationOptions(**options))))
         if args.command == "handover":
             options = {name: getattr(args, name) for name in HandoverOptions.__struct_fields__}
             return asyncio.run(_ended_by_sigterm(measure_handover(HandoverOptions(**options))))

@@ -43,6 +43,10 @@ _FLAGS = {
     "deterministic": ("engine.deterministic", "GPU attention independent of the rest of a step"),
     "cpu-ops": ("engine.cpu_ops", "auto, c or torch"),
     "cpu-weights": ("engine.cpu_weights", "fp32 or int8"),
+    "speculative": ("engine.speculative", "guess tokens that repeat what came before: none or ngram"),
+    "num-speculative-tokens": ("engine.num_speculative_tokens", "most guesses per sequence and step"),
+    "prompt-lookup-min": ("engine.prompt_lookup_min", "fewest last tokens that a guess is looked up by"),
+    "prompt-lookup-max": ("engine.prompt_lookup_max", "most last tokens that a guess is looked up by"),
     "prefill": ("cluster.prefill", "number of prefill workers"),
     "decode": ("cluster.decode", "number of decode workers"),
     "colocated": (
@@ -69,6 +73,10 @@ _ENGINE = (
     "deterministic",
     "cpu-ops",
     "cpu-weights",
+    "speculative",
+    "num-speculative-tokens",
+    "prompt-lookup-min",
+    "prompt-lookup-max",
 )
 _WORKER = (*_MODEL, "router", "name", "transport", "drain", "cluster-key-file", *_ENGINE)
 _ROUTER = (*_MODEL, "served-model-name", "host", "port", "workers-endpoint", "cluster-key-file",

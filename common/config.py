@@ -85,6 +85,14 @@ class EngineConfig(Section, frozen=True):
     cpu_weights: Literal["fp32", "int8"] = "fp32"
     """int8: weights rounded to 255 steps per output, faster and near the model's own results; needs the C
     kernels."""
+    speculative: Literal["none", "ngram"] = "none"
+    """ngram: a decode worker guesses the next tokens to be those that followed the last few before, and
+    computes them in the same step; the answers are the same, those that copy come sooner."""
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=32)] = 4
+    """Most guesses for one sequence in one step."""
+    prompt_lookup_min: Annotated[int, Meta(ge=1, le=32)] = 2
+    prompt_lookup_max: Annotated[int, Meta(ge=1, le=32)] = 4
+    """So many last tokens are looked for, the most first."""
 
 
 class RouterConfig(Section, frozen=True):
@@ -284,6 +292,20 @@ def _insert(tree: dict[str, Any], path: tuple[str, ...], value: str, source: str
         node[path[-1]] = value
 
 
+def _check_speculation(engine: EngineConfig) -> None:
+    if engine.prompt_lookup_min > engine.prompt_lookup_max:
+        raise ConfigError(
+            f"engine.prompt_lookup_min is {engine.prompt_lookup_min}, above engine.prompt_lookup_max, which "
+            f"is {engine.prompt_lookup_max}: lower the one or raise the other"
+        )
+    if engine.speculative != "none" and engine.num_speculative_tokens >= engine.max_num_seqs:
+        raise ConfigError(
+            f"engine.num_speculative_tokens is {engine.num_speculative_tokens} and engine.max_num_seqs is "
+            f"{engine.max_num_seqs}: a step has room for so many rows, guesses included; raise "
+            "engine.max_num_seqs above it"
+        )
+
+
 def load_config(
     file: str | None = None,
     flags: Mapping[str, str] | None = None,
@@ -329,6 +351,7 @@ def load_config(
             f"engine.cpu_weights is {config.engine.cpu_weights}, which is for the CPU, and engine.device is "
             f"{config.engine.device}"
         )
+    _check_speculation(config.engine)
     if config.worker.transport == ("shm" if on_gpu else "cuda_ipc"):
         raise ConfigError(
             f"worker.transport is {config.worker.transport}, which cannot carry a pool on engine.device "

@@ -24,6 +24,8 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from pagerelay.common.engine.core import EngineLimits
 from pagerelay.common.engine.leasing import Leasing, LeasingEngine
 from pagerelay.common.engine.scheduler import by_age
@@ -224,7 +226,7 @@ class DecodeEngine(LeasingEngine):
         pass  # nobody else waits for blocks computed here
 
     def _sampled(self, seq: Sequence, token: int, index: int) -> bool:
-        reason = seq.finish_reason(token, index, self.facts.eos_token_ids, self.max_model_len)
+        reason = self._reason(seq, token, index)
         if seq.num_computed == seq.num_given:
             # The prompt was computed here, this is its first token: there is no hand-over to tell of it.
             computed = seq.num_given - seq.num_cached
@@ -246,7 +248,11 @@ class DecodeEngine(LeasingEngine):
             return False
         if reason is not None:
             self._end(seq, "FINISHED")
+            self._keep_answer(seq)
         return reason is None
+
+    def _reason(self, seq: Sequence, token: int, index: int) -> FinishReason | None:
+        return seq.finish_reason(token, index, self.facts.eos_token_ids, self.max_model_len)
 
     def _search_on(self, search: BeamSearch, seq: Sequence) -> None:
         """One of its beams is computed. When all are, the best go on."""
@@ -303,10 +309,7 @@ class DecodeEngine(LeasingEngine):
         """The last token's KV is not computed: the lease covers those before it."""
         seq.machine.move("LEASED")
         lease = self._open_lease(seq, seq.num_computed)
-        spare = seq.block_ids[self.scheduler.blocks_for(seq.num_computed) :]
-        if spare:
-            self.blocks.drop(spare, seq.holder)
-            del seq.block_ids[-len(spare) :]
+        self.scheduler.trim(seq, seq.num_computed)
         self._complete_lease(lease, seq.token_ids[-1])
 
     def _repeat(self, seq: Sequence, next_index: int) -> None:
@@ -320,6 +323,10 @@ class DecodeEngine(LeasingEngine):
         tokens = seq.token_ids[seq.num_given + first - seq.first_index :]
         if tokens:
             deltas = [self._delta(seq, token, index) for index, token in enumerate(tokens, first)]
+            if seq.machine.state == "FINISHED":
+                last = deltas[-1]
+                reason = self._reason(seq, last.token, last.index)
+                deltas[-1] = replace(last, finish_reason=reason)
             self._outbox.to_router.append((seq.owner, Tokens(deltas=deltas)))
         self._tell_suspended(seq)
 

@@ -210,15 +210,16 @@ async def _next(
     """The lease's next news. When there is none for a while the question is asked again: it, or its answer,
     may have been lost with a connection; asked twice it changes nothing, and it is a sign of life. The peer
     answers each one, so one that does not is gone, also where the router's word of that was lost."""
-    for _ in range(NUM_QUESTIONS):
+    for asked in range(1, NUM_QUESTIONS + 1):
         try:
             # Not wait_for: on Python 3.11 it can swallow a cancellation that comes together with the item.
             async with asyncio.timeout(patience_s):
                 message = await news.get()
         except TimeoutError:
-            await link.send(question)
+            if asked < NUM_QUESTIONS:
+                await link.send(question)
             continue
         if isinstance(message, LeaseLost):
             raise loss(message)
         return message
-    raise TransferError(f"{link.worker_id} did not answer {NUM_QUESTIONS} times when asked about a lease")
+    raise TransferError(f"the worker that has the KV did not answer {NUM_QUESTIONS} times")

@@ -70,6 +70,9 @@ class PrefillEngine(LeasingEngine):
             self._tell_started(seq, lease.handle)
             if lease.first_token is not None:
                 self._tell_first(seq, lease.first_token, seq.first_index, None)
+        elif seq.machine.ended:
+            token, index = seq.token_ids[-1], seq.first_index
+            self._tell_first(seq, token, index, self._reason(seq, token, index))
 
     def _short(self, seq: Sequence) -> bool:
         return False  # a prompt has all its blocks from the start; this is never asked with one token to go
@@ -81,14 +84,18 @@ class PrefillEngine(LeasingEngine):
         self._announce(self._lease_of[seq.request_id])
 
     def _sampled(self, seq: Sequence, token: int, index: int) -> bool:
-        reason = seq.finish_reason(token, index, self.facts.eos_token_ids, self.facts.max_model_len)
+        reason = self._reason(seq, token, index)
         self._tell_first(seq, token, index, reason)
         if reason is not None:
             self._end(seq, "RELEASED", "the first token ended the answer")
+            self._keep_answer(seq)
             return False
         seq.machine.move("LEASED")
         self._complete_lease(self._lease_of[seq.request_id], token)
         return False
+
+    def _reason(self, seq: Sequence, token: int, index: int) -> FinishReason | None:
+        return seq.finish_reason(token, index, self.facts.eos_token_ids, self.facts.max_model_len)
 
     def _tell_first(self, seq: Sequence, token: int, index: int, reason: FinishReason | None) -> None:
         delta = TokenDelta(

@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from importlib import metadata
 
 import msgspec
 from aiohttp import web
@@ -15,16 +17,21 @@ from aiohttp.typedefs import Middleware
 from pagerelay.common.errors import ApiError, DeadlineExceeded, NotFound, PayloadTooLarge
 from pagerelay.router.answer import Answer
 from pagerelay.router.api_keys import ApiKeys, guard
+from pagerelay.router.openapi import Version, document
 from pagerelay.router.pieces import Piece
-from pagerelay.router.replies import Reply, models_body, reply_for
+from pagerelay.router.replies import Model, Reply, models_body, reply_for
 from pagerelay.router.service import RouterService, outcome
 from pagerelay.router.sse import HEADERS, KEEPALIVE, error_event, json_body
-from pagerelay.router.validate import Kind, parse_request
+from pagerelay.router.tokenization import detokenize, tokenize
+from pagerelay.router.validate import Kind, check_model
 
 log = logging.getLogger(__name__)
 SERVICE = web.AppKey("service", RouterService)
 
+VERSION = metadata.version("pagerelay")
 BODY_TIMEOUT_S = 30.0
+SEND_BUFFER_BYTES = 64 * 1024
+"""What the kernel may hold of a stream: by itself it takes megabytes before a reader that stopped is seen."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -51,9 +58,13 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         limit = request.app[SERVICE].config.router.max_body_bytes
         return error_response(PayloadTooLarge(f"the body is larger than {limit} bytes"))
     except web.HTTPException as error:
-        found = NotFound(f"{request.method} {error.reason}: no such route", code="not_found")
-        found.status = error.status
-        return error_response(found)
+        found = NotFound(f"{request.method} {error.reason}: no such route")
+        if error.status != found.status:
+            found.status, found.code = error.status, "_".join(error.reason.lower().split())
+        refusal = error_response(found)
+        if "Allow" in error.headers:
+            refusal.headers["Allow"] = error.headers["Allow"]
+        return refusal
     except (ConnectionError, asyncio.CancelledError):
         raise
     except Exception:
@@ -69,7 +80,8 @@ def generation(kind: Kind) -> Handler:
         service = request.app[SERVICE]
         route = request.path
         try:
-            response = await _generate(service, request, kind)
+            with service.in_house():
+                response = await _generate(service, request, kind)
         except BaseException as error:
             service.metrics.requests.labels(route=route, outcome=outcome(error)).inc()
             raise
@@ -79,14 +91,13 @@ def generation(kind: Kind) -> Handler:
 
 
 async def _generate(service: RouterService, request: web.Request, kind: Kind) -> web.StreamResponse:
-    service.check_open()
-    service.running += 1
-    service.metrics.running.set(service.running)
     seconds = service.config.router.request_timeout_s
     deadline = asyncio.get_running_loop().time() + seconds
     try:
-        parsed = parse_request(kind, await _body(request), limits := service.limits())
+        service.check_workers()
+        body = await _body(request)
         async with asyncio.timeout_at(deadline):
+            parsed = await service.parse(kind, body, limits := service.limits())
             prompts = await service.encode(parsed, limits.context_len)
         answer = Answer(service, parsed, prompts, service.flows(parsed, prompts, limits.context_len))
         reply = reply_for(parsed, service.tokenizer)
@@ -100,14 +111,11 @@ async def _generate(service: RouterService, request: web.Request, kind: Kind) ->
                         pass
             if parsed.stream:
                 return await _stream(service, request, answer, reply, first, pieces, deadline)
-            body = reply.whole(answer.outputs(), answer.usage(), answer.timings())
+            whole = reply.whole(answer.outputs(), answer.usage(), answer.timings())
             service.metrics.requests.labels(route=request.path, outcome="ok").inc()
-            return json_response(body, headers={"X-Request-Id": reply.id})
+            return json_response(whole, headers={"X-Request-Id": reply.id})
     except TimeoutError:
         raise _too_long(seconds) from None
-    finally:
-        service.running -= 1
-        service.metrics.running.set(service.running)
 
 
 def _too_long(seconds: float) -> DeadlineExceeded:
@@ -151,6 +159,8 @@ async def _stream(
     time; what goes wrong from here on is an event of its own, and then the stream closes."""
     response = web.StreamResponse(headers={**HEADERS, "X-Request-Id": reply.id})
     await response.prepare(request)
+    if request.transport is not None and (connection := request.transport.get_extra_info("socket")):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     out = [reply.start(len(answer.choices)), _chunk(reply, first)]
     ended: BaseException | None = None
     try:
@@ -165,12 +175,11 @@ async def _stream(
         ended = error
     except TimeoutError:
         ended = _too_long(service.config.router.request_timeout_s)
-    except ConnectionError as error:
+    except ConnectionError:
         # The client is gone or does not read; what is queued for it goes with its connection.
-        service.metrics.requests.labels(route=request.path, outcome=outcome(error)).inc()
         if request.transport is not None:
             request.transport.abort()
-        return response
+        raise
     except Exception:
         log.exception("a stream failed in an unforeseen way")
         ended = ApiError("the server failed; its log says why")
@@ -205,11 +214,44 @@ async def _write(service: RouterService, response: web.StreamResponse, out: list
 # ------------------------------------------------------------------------------------------------ the rest
 
 
+def answering(make: Callable[[RouterService, bytes], Awaitable[bytes]]) -> Handler:
+    """A route whose answer is made from the body alone, without a worker."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        service = request.app[SERVICE]
+        route, ended = request.path, None
+        try:
+            with service.in_house():
+                return json_response(await make(service, await _body(request)))
+        except BaseException as error:
+            ended = error
+            raise
+        finally:
+            service.metrics.requests.labels(route=route, outcome=outcome(ended)).inc()
+
+    return handle
+
+
+def _model(service: RouterService) -> Model:
+    return Model(service.model.served_name, int(service.started_at), service.registry.context_len)
+
+
 async def models(request: web.Request) -> web.Response:
-    service = request.app[SERVICE]
-    return json_response(
-        models_body(service.model.served_name, int(service.started_at), service.registry.context_len)
-    )
+    return json_response(models_body(_model(request.app[SERVICE])))
+
+
+async def model(request: web.Request) -> web.Response:
+    shown = _model(request.app[SERVICE])
+    check_model(request.match_info["model"], "generate", shown.id)
+    return json_response(json_body(shown))
+
+
+async def version(request: web.Request) -> web.Response:
+    return json_response(json_body(Version(VERSION)))
+
+
+async def openapi(request: web.Request) -> web.Response:
+    return json_response(json_body(document(request.app[SERVICE].limits())))
 
 
 async def livez(request: web.Request) -> web.Response:
@@ -278,7 +320,12 @@ def make_app(service: RouterService) -> web.Application:
     app.router.add_post("/v1/completions", generation("completions"))
     app.router.add_post("/v1/chat/completions", generation("chat"))
     app.router.add_post("/v1/embeddings", refuse_embeddings)
+    app.router.add_post("/tokenize", answering(tokenize))
+    app.router.add_post("/detokenize", answering(detokenize))
     app.router.add_get("/v1/models", models)
+    app.router.add_get("/v1/models/{model:.+}", model)
+    app.router.add_get("/version", version)
+    app.router.add_get("/openapi.json", openapi)
     app.router.add_get("/livez", livez)
     app.router.add_get("/readyz", readyz)
     app.router.add_get("/health", readyz)  # the name that load tools and other servers know

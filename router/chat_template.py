@@ -241,7 +241,7 @@ class ChatTemplate:
 
     def _render(self, messages: list[Message], variables: Mapping[str, Any] | None = None) -> str:
         variables = variables or {}
-        max_chars = BASE_CHARS + 4 * (_num_chars(messages) + _num_chars(variables))
+        max_chars = BASE_CHARS + 4 * (num_chars(messages) + num_chars(variables))
         now = self._environment.now
         now.deadline, now.max_chars = time.monotonic() + self._seconds, max_chars
         pieces, size = [], 0
@@ -301,10 +301,10 @@ def _tagged(message: Message, tag: str) -> Message:
     return {**message, "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + tag}]}
 
 
-def _num_chars(value: Any) -> int:
+def num_chars(value: Any) -> int:
     """About as many as JSON takes to write it."""
     if isinstance(value, str):
         return len(value) + 2
     if isinstance(value, Mapping):
-        return sum(len(key) + 6 + _num_chars(item) for key, item in value.items())
-    return sum(_num_chars(item) + 2 for item in value) if isinstance(value, list) else 8
+        return sum(len(key) + 6 + num_chars(item) for key, item in value.items())
+    return sum(num_chars(item) + 2 for item in value) if isinstance(value, list) else 8

@@ -1,8 +1,9 @@
 """Bytes of a request body → typed structure, strictly; every fault is an :class:`InvalidRequest` in our own
 words.
 
-Strict means UTF-8 without lone surrogates, no NaN or Infinity, no number that a float cannot hold, nesting of
-at most ``MAX_DEPTH``, and an object at the top. Of doubled keys the last one counts.
+Strict means UTF-8 without lone surrogates, no NaN or Infinity, no number that a float cannot hold, at most
+``MAX_CONTAINERS`` lists and objects, nested at most ``MAX_DEPTH`` deep, and an object at the top. Of
+doubled keys the last one counts.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import msgspec
 from pagerelay.common.errors import InvalidRequest
 
 MAX_DEPTH: Final = 64
+MAX_CONTAINERS: Final = 100_000
+"""Lists and objects of one body: each costs many times its two bytes once it is decoded."""
+_PIECE: Final = 1 << 18
 
 T = TypeVar("T")
 
@@ -46,8 +50,12 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         body.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"the body is not valid UTF-8 (byte {error.start})") from error
-    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _deeper_than(body, MAX_DEPTH):
-        raise _too_deep()
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
+        brackets = _brackets(body)
+        if _deeper_than(brackets, MAX_DEPTH):
+            raise _too_deep()
+        if brackets.count(b"[") > MAX_CONTAINERS:
+            raise InvalidRequest(f"the body has more than {MAX_CONTAINERS} lists and objects")
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -58,21 +66,30 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         raise _too_deep() from error
 
 
-def _deeper_than(body: bytes, limit: int) -> bool:
-    """Is the nesting deeper than ``limit``? By a few passes in C, whose number and memory do not grow with
-    the depth.
-
-    Strings are taken out, all else but brackets dropped; then each pass removes all innermost pairs.
+def _brackets(body: bytes) -> bytes:
+    """The brackets outside strings, curly ones as square ones. In pieces, so that a thread that looks at
+    megabytes lets others run in between.
     """
     bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    bare = bare.translate(None, delete=bytes(set(range(256)) - set(b'"[]{}')))
-    bare = re.sub(rb'"[^"]*+"?', b"", bare).translate(bytes.maketrans(b"{}", b"[]"))
+    bare = bare.translate(bytes.maketrans(b"{}", b"[]"), delete=bytes(set(range(256)) - set(b'"[]{}')))
+    kept, inside = [], 0
+    for at in range(0, len(bare), _PIECE):
+        parts = bare[at : at + _PIECE].split(b'"')
+        kept.append(b"".join(parts[inside::2]))
+        inside = (inside + len(parts) - 1) % 2
+    return b"".join(kept)
+
+
+def _deeper_than(brackets: bytes, limit: int) -> bool:
+    """Is the nesting deeper than ``limit``? By a few passes in C, whose number and memory do not grow with
+    the depth: each removes all innermost pairs.
+    """
     for _ in range(limit):
-        inner = bare.replace(b"[]", b"")
-        if len(inner) == len(bare):
+        inner = brackets.replace(b"[]", b"")
+        if len(inner) == len(brackets):
             break
-        bare = inner
-    return b"[]" in bare or bare.count(b"[") > limit
+        brackets = inner
+    return b"[]" in brackets or brackets.count(b"[") > limit
 
 
 def _too_deep() -> InvalidRequest:

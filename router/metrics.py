@@ -197,6 +197,8 @@ def _counters(total: Counters) -> Iterator[Metric]:
         ),
         ("pagerelay_engine_step_seconds", total.step_seconds, "Time spent in steps"),
         ("pagerelay_worker_tokens", total.tokens_generated, "Tokens sampled"),
+        ("pagerelay_drafted_tokens", total.tokens_drafted, "Tokens guessed by speculative decoding"),
+        ("pagerelay_accepted_tokens", total.tokens_accepted, "Guessed tokens that were right"),
         (
             "pagerelay_corrupt_blocks",
             total.corrupt_blocks,

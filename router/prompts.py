@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 from msgspec import Struct
@@ -13,7 +13,7 @@ from pagerelay.router.chat_template import ChatAbilities, Message
 from pagerelay.router.json_body import decode_body
 from pagerelay.router.schemas import ChatMessage, ChatRequest, ContentPart, Prompt
 
-_ROLES: Final = {
+ROLES: Final = {
     "system": "system",
     "developer": "system",
     "user": "user",
@@ -31,21 +31,21 @@ def read_prompts(prompt: Prompt | None, vocab_size: int) -> list[str | list[int]
         return [prompt]
     if not prompt:
         raise InvalidRequest("prompt is an empty list", param="prompt", code="empty_prompt")
-    texts = [item for item in prompt if isinstance(item, str)]
-    numbers = [item for item in prompt if isinstance(item, int)]
-    lists = [item for item in prompt if isinstance(item, list)]
-    if len(numbers) == len(prompt):
-        _check_ids(numbers, vocab_size, "prompt")
-        return [numbers]
-    if len(texts) == len(prompt):
-        return list(texts)
-    if len(lists) != len(prompt):
+    kinds = set(map(type, prompt))
+    if len(kinds) > 1:
         raise InvalidRequest("prompt mixes texts, token ids and lists; use one of them", param="prompt")
+    if kinds == {int}:
+        numbers = cast(list[int], prompt)
+        check_ids(numbers, vocab_size, "prompt")
+        return [numbers]
+    if kinds == {str}:
+        return list(cast(list[str], prompt))
+    lists = cast(list[list[int]], prompt)
     for index, ids in enumerate(lists):
         if not ids:
             param = f"prompt[{index}]"
             raise InvalidRequest(f"{param} has no tokens", param=param, code="empty_prompt")
-        _check_ids(ids, vocab_size, f"prompt[{index}]")
+        check_ids(ids, vocab_size, f"prompt[{index}]")
     return list(lists)
 
 
@@ -111,9 +111,9 @@ def _message(message: ChatMessage, where: str, abilities: ChatAbilities) -> Mess
         raise unsupported(
             f"{where}.role", "messages of tools are not supported by this model's chat template"
         )
-    role = _ROLES.get(message.role)
+    role = ROLES.get(message.role)
     if role is None:
-        known = ", ".join(_ROLES)
+        known = ", ".join(ROLES)
         raise InvalidRequest(f"{where}.role is unknown; known are {known}", param=f"{where}.role")
     for name in ("function_call", "audio"):
         if getattr(message, name) is not None:
@@ -181,8 +181,9 @@ def _arguments(text: str, param: str) -> dict[str, Any]:
         ) from error
 
 
-def _check_ids(ids: list[int], vocab_size: int, param: str) -> None:
-    if max(ids) >= vocab_size:
+def check_ids(ids: list[int], vocab_size: int, param: str) -> None:
+    """Each inside the vocabulary, or :class:`InvalidRequest` that names the first that is not."""
+    if max(ids, default=0) >= vocab_size:
         position = next(at for at, token_id in enumerate(ids) if token_id >= vocab_size)
         raise outside_vocabulary(f"{param}[{position}]", ids[position], vocab_size)
 
@@ -199,3 +200,8 @@ def outside_vocabulary(param: str, token_id: int, vocab_size: int) -> InvalidReq
     return InvalidRequest(
         f"{param}: token id {token_id} is outside the vocabulary of {vocab_size}", param=param
     )
+
+
+def same(value: Any, other: Any) -> bool:
+    """Equal and of one JSON type: 0 is not false, but 0 is 0.0."""
+    return isinstance(value, bool) is isinstance(other, bool) and bool(value == other)

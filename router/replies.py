@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -27,6 +27,8 @@ from pagerelay.router.pieces import Piece
 from pagerelay.router.sse import DONE, event, json_body
 from pagerelay.router.tool_calls import CallDelta, whole_calls
 from pagerelay.router.validate import Kind, ParsedRequest
+
+C = TypeVar("C")
 
 
 class Usage(Struct, frozen=True):
@@ -63,13 +65,19 @@ class Reply(ABC):
     prefix = ""
 
     def __init__(
-        self, model: str, vocabulary: Vocabulary, include_usage: bool = False, logprobs: bool = False
+        self,
+        model: str,
+        vocabulary: Vocabulary,
+        include_usage: bool = False,
+        logprobs: bool = False,
+        token_ids: bool = False,
     ) -> None:
-        """``logprobs``: the request wants them of its tokens."""
+        """``logprobs``, ``token_ids``: the request wants them of its tokens."""
         self.id = self.prefix + secrets.token_hex(12)
         self.model = model
         self.vocabulary = vocabulary
         self.logprobs = logprobs
+        self.token_ids = token_ids
         self.created = int(time.time())
         self.include_usage = include_usage
 
@@ -156,6 +164,7 @@ class _TextChoice(Struct, frozen=True):
     finish_reason: FinishReason | None
     logprobs: CompletionLogprobs | None = None
     prompt_logprobs: list[TokenScore] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 ChatFinish = FinishReason | Literal["tool_calls"]
@@ -187,6 +196,7 @@ class _ChatChoice(Struct, frozen=True):
     finish_reason: ChatFinish | None
     logprobs: ChatLogprobs | None = None
     prompt_logprobs: list[TokenScore] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class _ChatDelta(Struct, frozen=True):
@@ -200,14 +210,15 @@ class _ChatChunkChoice(Struct, frozen=True):
     delta: _ChatDelta
     finish_reason: ChatFinish | None = None
     logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
-class _OpenAi(Struct, frozen=True):
+class _OpenAi(Struct, Generic[C], frozen=True):
     id: str
     object: str
     created: int
     model: str
-    choices: list[Any]
+    choices: list[C]
     usage: Usage | UnsetType | None = UNSET
 
 
@@ -226,6 +237,9 @@ class _OpenAiReply(Reply):
         choices = [self._choice(output) for output in outputs]
         return json_body(_OpenAi(self.id, self.kind, self.created, self.model, choices, usage))
 
+    def _ids(self, piece: Piece) -> list[int] | UnsetType:
+        return piece.token_ids if self.token_ids else UNSET
+
     @abstractmethod
     def _choice(self, output: Piece) -> Struct:
         """A finished choice in the endpoint's shape."""
@@ -236,7 +250,7 @@ class CompletionReply(_OpenAiReply):
     kind = chunk_kind = "text_completion"
 
     def delta(self, piece: Piece) -> bytes:
-        if not piece.text and not piece.told and piece.finish_reason is None:
+        if not piece.text and not piece.told and piece.finish_reason is None and not self.token_ids:
             return b""
         return self._chunk([self._choice(piece)])
 
@@ -247,6 +261,7 @@ class CompletionReply(_OpenAiReply):
             output.finish_reason,
             completion_logprobs(output.told, self.vocabulary) if self.logprobs else None,
             _prompt_logprobs(output, self.vocabulary),
+            self._ids(output),
         )
 
 
@@ -267,9 +282,11 @@ class ChatReply(_OpenAiReply):
 
     def delta(self, piece: Piece) -> bytes:
         chunk, index = b"", piece.index
-        if piece.text or piece.told:
-            delta = _ChatDelta(content=piece.text)
-            chunk = self._chunk([_ChatChunkChoice(index, delta, logprobs=self._logprobs(piece))])
+        if piece.text or piece.told or self.token_ids:
+            delta, ids = _ChatDelta(content=piece.text), self._ids(piece)
+            chunk = self._chunk(
+                [_ChatChunkChoice(index, delta, logprobs=self._logprobs(piece), token_ids=ids)]
+            )
         if piece.calls:
             self._called.add(index)
             calls = [_tool_call(call, call.index) for call in piece.calls]
@@ -291,6 +308,7 @@ class ChatReply(_OpenAiReply):
             None if output.finish_reason is None else _chat_finish(output.finish_reason, bool(calls)),
             self._logprobs(output),
             _prompt_logprobs(output, self.vocabulary),
+            self._ids(output),
         )
 
 
@@ -313,11 +331,28 @@ _REPLIES: dict[Kind, type[Reply]] = {
 
 def reply_for(parsed: ParsedRequest, vocabulary: Vocabulary) -> Reply:
     """A fresh reply of the endpoint's shape, with an id of its own."""
-    wants_logprobs = parsed.logprobs is not None
-    return _REPLIES[parsed.kind](parsed.model, vocabulary, parsed.include_usage, wants_logprobs)
+    return _REPLIES[parsed.kind](
+        parsed.model,
+        vocabulary,
+        parsed.include_usage,
+        logprobs=parsed.logprobs is not None,
+        token_ids=parsed.return_token_ids,
+    )
 
 
-def models_body(model: str, created: int, context_len: int) -> bytes:
+class Model(Struct, frozen=True):
+    id: str
+    created: int
+    max_model_len: int
+    object: Literal["model"] = "model"
+    owned_by: str = "pagerelay"
+
+
+class Models(Struct, frozen=True):
+    data: list[Model]
+    object: Literal["list"] = "list"
+
+
+def models_body(model: Model) -> bytes:
     """``GET /v1/models``"""
-    entry = {"id": model, "object": "model", "created": created, "owned_by": "pagerelay"}
-    return json_body({"object": "list", "data": [{**entry, "max_model_len": context_len}]})
+    return json_body(Models([model]))

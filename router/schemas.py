@@ -40,7 +40,7 @@ field                            what happens
 ``stream``, ``stream_options``   honoured; options (``include_usage``) only beside ``stream: true``
 ``presence_penalty``,            honoured, -2 to 2: subtracted from the logits of tokens in the answer, the
 ``frequency_penalty``            latter as often as they are there
-``repetition_penalty``           honoured, above 0 to 100: divides the logits of tokens in prompt and answer
+``repetition_penalty``           honoured, 0.01 to 100: divides the logits of tokens in prompt and answer
 ``logit_bias``                   honoured: token id → -100 to 100, at most 1,024
 ``bad_words``                    honoured: at most 128 texts whose tokens never come in that order
 ``allowed_token_ids``            honoured: nothing else comes; at most 16,384
@@ -58,8 +58,12 @@ field                            what happens
 ``num_beams``                    the same, and says how many; 1 is no search
 ``length_penalty``,              beside these: -10 to 10, default 1; true, false (default) or ``"never"``; as
 ``early_stopping``               in transformers
+``truncate_prompt_tokens``       honoured, ≥ 1: only so many of a prompt's last tokens count
+``add_special_tokens``           prompts: honoured, default true; chat: only false, its template adds them
+``return_token_ids``             honoured: choices have ``token_ids``, as those of ``/generate`` always have
 all others in :data:`NOT_YET`    refused by name (``unsupported_parameter``) unless null or neutral
 ``user``, unknown fields         ignored
+other servers' names             ``/generate``: see :mod:`dialects`
 ===============================  ===========================================================================
 """
 
@@ -112,7 +116,7 @@ class Common(Struct, frozen=True, kw_only=True):
 
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1024)] | None = None
     bad_words: Annotated[list[BadWord], Meta(max_length=128)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=16384)] | None = None
@@ -123,6 +127,9 @@ class Common(Struct, frozen=True, kw_only=True):
     num_beams: Annotated[int, Meta(ge=1, le=INT32_MAX)] | None = None
     length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
     early_stopping: bool | Literal["never"] | None = None
+    truncate_prompt_tokens: Tokens | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
 
     # Understood, and refused with any other value than the neutral one of NOT_YET.
     echo: Any = None
@@ -144,12 +151,9 @@ class Common(Struct, frozen=True, kw_only=True):
     modalities: Any = None
     audio: Any = None
     logits_processors: Any = None
-    truncate_prompt_tokens: Any = None
-    add_special_tokens: Any = None
     add_generation_prompt: Any = None
     continue_final_message: Any = None
     prompt_embeds: Any = None
-    return_token_ids: Any = None
     web_search_options: Any = None
     kv_transfer_params: Any = None
 
@@ -174,12 +178,9 @@ NOT_YET: Final[dict[str, tuple[Any, ...]]] = {
     "modalities": (["text"],),
     "audio": (),
     "logits_processors": ([],),
-    "truncate_prompt_tokens": (),
-    "add_special_tokens": (),  # neutral is what the endpoint does anyway: see validate
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "prompt_embeds": (),
-    "return_token_ids": (False,),
     "web_search_options": (),
     "kv_transfer_params": (),
 }

@@ -6,13 +6,18 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Final, TypeVar
 
 from pagerelay.common.config import Config
 from pagerelay.common.errors import ApiError, Overloaded, Unavailable
 from pagerelay.common.hashing import model_digest
 from pagerelay.common.wire.auth import CurveKeys
 from pagerelay.router.beam_flow import BeamFlow
+from pagerelay.router.chat_template import num_chars
 from pagerelay.router.flow import FlowSettings, RequestFlow
 from pagerelay.router.links import WorkerLinks
 from pagerelay.router.metrics import RouterMetrics
@@ -22,9 +27,13 @@ from pagerelay.router.registry import WorkerRegistry
 from pagerelay.router.sharing import PromptShare
 from pagerelay.router.text import Tokenizer
 from pagerelay.router.tools import tool_family
-from pagerelay.router.validate import Limits, ParsedRequest, check_prompts, finalize
+from pagerelay.router.validate import Kind, Limits, ParsedRequest, check_prompts, finalize, parse_request
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+LONG: Final = 64 * 1024
+"""Bytes or characters from which on a body or text is long: about 1 ms to decode, 50 ms to tokenise."""
 
 
 class RouterService:
@@ -56,7 +65,9 @@ class RouterService:
             max_recoveries=config.router.max_recoveries,
             probe_s=config.router.probe_s,
         )
+        # Long texts have a thread of their own, so that short ones never wait behind many of them.
         self._encoders = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+        self._slow = ThreadPoolExecutor(1, thread_name_prefix="tokenize-long")
         self._tasks: list[asyncio.Task[None]] = []
 
     # ------------------------------------------------------------------ life
@@ -82,7 +93,8 @@ class RouterService:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.links.close()
-        self._encoders.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._encoders, self._slow):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def _watch_lag(self) -> None:
         while True:
@@ -102,37 +114,60 @@ class RouterService:
             tool_family=self._tool_family,
         )
 
-    def check_open(self) -> None:
-        """Raises where a new request cannot even be queued."""
+    @contextmanager
+    def in_house(self) -> Iterator[None]:
+        """One more request runs; raises where it may not come in."""
         if self.draining:
             raise Unavailable("this server is shutting down", code="draining", retry_after_s=5)
         if self.running >= self.config.router.max_requests:
             raise Overloaded(
                 f"{self.running} requests are in the house already; try again later", retry_after_s=1
             )
+        self.running += 1
+        self.metrics.running.set(self.running)
+        try:
+            yield
+        finally:
+            self.running -= 1
+            self.metrics.running.set(self.running)
+
+    def check_workers(self) -> None:
+        """Raises where no worker could ever take a request."""
         reason = self.registry.not_ready()
         if reason is not None and not self.registry.entries("prefill"):
             raise Unavailable("no worker is available", code=reason, retry_after_s=1)
 
+    async def off_loop(self, size: int, work: Callable[[], T]) -> T:
+        """Runs ``work`` on ``size`` bytes or characters in a thread: the event loop has all streams to
+        serve."""
+        pool = self._encoders if size < LONG else self._slow
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+    async def parse(self, kind: Kind, body: bytes, limits: Limits) -> ParsedRequest:
+        """:func:`parse_request`, off the event loop where a body is so large that it would be felt."""
+        if len(body) < LONG:
+            return parse_request(kind, body, limits)
+        return await self.off_loop(len(body), partial(parse_request, kind, body, limits))
+
     async def encode(self, parsed: ParsedRequest, context_len: int) -> list[list[int]]:
         """Token ids of every prompt, made off the event loop and checked against the context."""
-        loop = asyncio.get_running_loop()
         if parsed.kind == "chat":
-            chat, encode = parsed.chat, self.tokenizer.encode_chat
-            ids = [
-                await loop.run_in_executor(
-                    self._encoders, encode, chat.messages, context_len, chat.variables, chat.continue_final
-                )
-            ]
+            chat = parsed.chat
+            size = num_chars(chat.messages)
+            work = partial(
+                self.tokenizer.encode_chat, chat.messages, context_len, chat.variables, chat.continue_final
+            )
+            ids = [await self.off_loop(size, work)]
         else:
-            ids = []
-            for prompt in parsed.prompts:
-                if isinstance(prompt, str):
-                    ids.append(
-                        await loop.run_in_executor(self._encoders, self.tokenizer.encode, prompt, context_len)
-                    )
-                else:
-                    ids.append(prompt)
+            encode = partial(self.tokenizer.encode, add_special_tokens=parsed.add_special_tokens)
+            ids = [
+                await self.off_loop(len(prompt), partial(encode, prompt, context_len))
+                if isinstance(prompt, str)
+                else prompt
+                for prompt in parsed.prompts
+            ]
+        if parsed.truncate_prompt_tokens is not None:
+            ids = [prompt[-parsed.truncate_prompt_tokens :] for prompt in ids]
         check_prompts(parsed, ids, context_len)
         return ids
 

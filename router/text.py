@@ -90,10 +90,10 @@ class Tokenizer:
 
     # -------------------------------------------------------------------------------------------- encoding
 
-    def encode(self, text: str, context_len: int | None = None) -> list[int]:
+    def encode(self, text: str, context_len: int | None = None, add_special_tokens: bool = True) -> list[int]:
         """Ids of a prompt text; with ``context_len``, :class:`ContextLengthExceeded` where it cannot fit."""
         self._check_length(text, context_len)
-        return encode_ids(self._encoder, text, add_special_tokens=True)
+        return encode_ids(self._encoder, text, add_special_tokens)
 
     def encode_chat(
         self,
@@ -133,8 +133,8 @@ class Tokenizer:
         if num_bytes > self.max_text_bytes(context_len - 1):
             at_least = -(-num_bytes // self._longest)
             raise ContextLengthExceeded(
-                f"the prompt has at least {at_least} tokens ({num_bytes} bytes), "
-                f"but prompt and answer together have room for {context_len}"
+                f"this model's maximum context length is {context_len} tokens, prompt and answer together, "
+                f"but the prompt has at least {at_least} ({num_bytes} bytes)"
             )
 
     # -------------------------------------------------------------------------------------------- decoding
@@ -147,6 +147,14 @@ class Tokenizer:
         if self._byte_level:
             return ByteDetokenizer(self._token_bytes, skip)
         return WindowDetokenizer(self._decode, skip, self._byte_ids)
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of all ids at once, special tokens as they are spelled. Other threads run meanwhile."""
+        return str(self._encoder.decode_batch([ids], skip_special_tokens=False)[0])
+
+    def token_strings(self, ids: list[int]) -> list[str]:
+        """Each id as the vocabulary spells it; ``""`` where the model has an id that the tokenizer lacks."""
+        return [self._encoder.id_to_token(token_id) or "" for token_id in ids]
 
     def token_bytes(self, token_id: int) -> bytes:
         """The text of one token; empty for an id that the tokenizer does not have."""

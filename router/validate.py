@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from typing import Any, Final, Literal, TypeVar
+from typing import Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -22,6 +22,7 @@ from pagerelay.common.wire.messages import SamplingParams
 from pagerelay.common.wire.sampling import MAX_BEAM_TOKENS
 from pagerelay.router.beam_fields import beam_width
 from pagerelay.router.chat_template import ChatAbilities, Message
+from pagerelay.router.dialects import AnyGenerateRequest, fold
 from pagerelay.router.json_body import decode_body, object_keys
 from pagerelay.router.prompts import (
     Chat,
@@ -29,6 +30,7 @@ from pagerelay.router.prompts import (
     outside_vocabulary,
     read_chat,
     read_prompts,
+    same,
     unsupported,
 )
 from pagerelay.router.schemas import (
@@ -52,7 +54,7 @@ DEFAULT_MAX_TOKENS: Final[dict[Kind, int | None]] = {"generate": 128, "completio
 GREEDY_BELOW: Final = 1e-5
 """Temperatures under this are greedy: dividing by them would leave nothing but the largest logit anyway."""
 
-_generate = msgspec.json.Decoder(GenerateRequest)
+_generate = msgspec.json.Decoder(AnyGenerateRequest)
 _completions = msgspec.json.Decoder(CompletionRequest)
 _chat = msgspec.json.Decoder(ChatRequest)
 
@@ -110,6 +112,9 @@ class ParsedRequest(Struct, frozen=True, kw_only=True):
     """Above 0: ``n`` answers of one beam search are given, which takes the place of ``best_of`` answers."""
     length_penalty: float
     early_stopping: bool | Literal["never"]
+    truncate_prompt_tokens: int | None
+    add_special_tokens: bool
+    return_token_ids: bool
 
     @property
     def messages(self) -> list[Message]:
@@ -134,21 +139,25 @@ def parse_request(kind: Kind, body: bytes, limits: Limits) -> ParsedRequest:
     """Decodes and checks a body. Raises :class:`InvalidRequest`, or :class:`NotFound` for another model's
     name.
     """
+    known: Common
     request: GenerateRequest | CompletionRequest | ChatRequest
     match kind:
         case "generate":
-            request = decode_body(body, _generate)
+            known = decode_body(body, _generate)
+            request = fold(known)
         case "completions":
-            request = decode_body(body, _completions)
+            known = request = decode_body(body, _completions)
         case "chat":
-            request = decode_body(body, _chat)
+            known = request = decode_body(body, _chat)
     if log.isEnabledFor(logging.DEBUG):
-        _log_unknown(body, request)
-    _check_model(request.model, kind, limits.served_name)
+        _log_unknown(body, known)
+    check_model(request.model, kind, limits.served_name)
     _refuse_unsupported(request, kind)
     prompts: list[str | list[int]] = []
     chat, tool_rules = Chat(messages=[]), None
     if isinstance(request, ChatRequest):
+        if request.add_special_tokens:
+            raise unsupported("add_special_tokens", "the chat template writes all special tokens itself")
         tools, tool_rules = read_tools(request, limits.abilities, limits.tool_family)
         chat = read_chat(request, limits.abilities, tools)
     else:
@@ -205,6 +214,9 @@ def parse_request(kind: Kind, body: bytes, limits: Limits) -> ParsedRequest:
         beam_width=width,
         length_penalty=_or(request.length_penalty, 1.0),
         early_stopping=_or(request.early_stopping, False),
+        truncate_prompt_tokens=request.truncate_prompt_tokens,
+        add_special_tokens=kind == "chat" or request.add_special_tokens is not False,
+        return_token_ids=request.return_token_ids is True,
     )
 
 
@@ -223,8 +235,9 @@ def check_context(num_prompt_tokens: int, context_len: int, param: str | None = 
     """A prompt must leave room for one token. Raises :class:`ContextLengthExceeded` with both numbers."""
     if num_prompt_tokens >= context_len:
         raise ContextLengthExceeded(
-            f"the prompt has {num_prompt_tokens} tokens, "
-            f"but prompt and answer together have room for {context_len}; shorten the prompt",
+            # In words by which clients that retry with a shorter prompt know it.
+            f"this model's maximum context length is {context_len} tokens, prompt and answer together, "
+            f"but the prompt has {num_prompt_tokens}; shorten the prompt",
             param=param,
         )
 
@@ -282,7 +295,7 @@ def _or(value: V | None, default: V) -> V:
     return default if value is None else value
 
 
-def _check_model(model: str | None, kind: Kind, served_name: str) -> None:
+def check_model(model: str | None, kind: Kind, served_name: str) -> None:
     if model is None:
         if kind != "generate":
             raise missing("model")
@@ -295,9 +308,7 @@ def _check_model(model: str | None, kind: Kind, served_name: str) -> None:
 def _refuse_unsupported(request: Common, kind: Kind) -> None:
     for name, neutral in NOT_YET.items():
         value = getattr(request, name) if HONOURED_BY.get(name) != kind else None
-        if value is None or any(_same(value, other) for other in neutral):
-            continue
-        if name == "add_special_tokens" and value is (kind != "chat"):
+        if value is None or any(same(value, other) for other in neutral):
             continue
         raise unsupported(name, f"{name} is not supported with this value; leave it out")
 
@@ -335,11 +346,6 @@ def _prompt_logprobs(request: Common) -> int | None:
         message = "prompt_logprobs cannot be streamed; on /v1/completions echo with logprobs can"
         raise InvalidRequest(message, param="prompt_logprobs")
     return request.prompt_logprobs
-
-
-def _same(value: Any, other: Any) -> bool:
-    """Equal and of one JSON type: 0 is not false, but 0 is 0.0."""
-    return isinstance(value, bool) is isinstance(other, bool) and bool(value == other)
 
 
 def _check_choices(n: int, num_prompts: int, max_choices: int) -> None:

@@ -15,10 +15,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pagerelay.common.engine.drafting import Drafting, Speculation
 from pagerelay.common.engine.scheduler import Scheduler
 from pagerelay.common.engine.sequence import Sequence
 from pagerelay.common.engine.wishes import Wish, answer, wish_of
-from pagerelay.common.errors import StartupError
 from pagerelay.common.hashing import PrefixHasher
 from pagerelay.common.kv.blocks import BlockPool, Holder, PrefixCache
 from pagerelay.common.kv.pool import KvPool
@@ -38,6 +38,8 @@ from pagerelay.common.wire.sampling import named_tokens
 
 NUM_REMEMBERED = 4096
 """Requests and leases of the past that are remembered."""
+NUM_FINISHED = 256
+"""Answers of the past that are remembered with all their tokens."""
 
 
 def _nothing() -> None:
@@ -55,6 +57,9 @@ class StepStats:
     num_seqs: int = 0
     num_prefill_tokens: int = 0
     sampled: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    """Guessed tokens, and those of them that were kept."""
 
 
 @dataclass(slots=True)
@@ -63,6 +68,7 @@ class EngineLimits:
     max_num_seqs: int
     max_batch_tokens: int
     prefix_cache: bool = True
+    speculation: Speculation | None = None
 
 
 @dataclass(slots=True)
@@ -86,6 +92,8 @@ class EngineCore(ABC):
         self.max_model_len = min(facts.max_model_len, pool.num_blocks * limits.block_size)
         self._runner = runner
         self._sample = sampler_for(runner.ops)
+        speculation, eos = limits.speculation, facts.eos_token_ids
+        drafting = Drafting(speculation, eos, self.max_model_len) if speculation is not None else None
         self.scheduler = Scheduler(
             self.blocks,
             PrefixHasher(facts.digest, limits.block_size),
@@ -94,6 +102,7 @@ class EngineCore(ABC):
             max_batch_tokens=limits.max_batch_tokens,
             on_admit=self._admitted,
             on_short=self._short,
+            drafting=drafting,
         )
         self.stats = StepStats()
         self.num_copied_blocks = 0
@@ -106,6 +115,8 @@ class EngineCore(ABC):
         self._past: OrderedDict[str, int] = OrderedDict()
         """Requests that have left or were taken back before they came, with their attempt: what is said of
         them again, or late, finds nobody."""
+        self._finished: OrderedDict[str, Sequence] = OrderedDict()
+        """Answers that ended here lately: the router may ask for their end, should it have been lost."""
         self.on_dropped: Callable[[str, str], None] = _ignored
         """``(kind, reason)`` of a message that is dropped; called with the lock held."""
         self.on_planned: Callable[[], None] = _nothing
@@ -201,7 +212,10 @@ class EngineCore(ABC):
                 seq.logprobs[index] = logprobs
             if not self._sampled(seq, token, index):
                 break
-        seq.draft = []
+        if seq.draft:
+            self.stats.drafted += len(seq.draft)
+            self.stats.accepted += number - 1
+            self.scheduler.settle_draft(seq, number - 1)
         return number
 
     def fail_step(self, message: str) -> int:
@@ -276,7 +290,7 @@ class EngineCore(ABC):
     def probe(self, owner: str, request_id: str, attempt: int, next_index: int) -> None:
         """Says again what a router may have missed, or that the request is not here."""
         with self.lock:
-            seq = self._by_request.get(request_id)
+            seq = self._by_request.get(request_id) or self._finished.get(request_id)
             if seq is not None and seq.attempt == attempt:
                 self._repeat(seq, next_index)
             else:
@@ -335,6 +349,11 @@ class EngineCore(ABC):
         del self._by_request[seq.request_id]
         self._remember(seq.request_id, seq.attempt)
 
+    def _keep_answer(self, seq: Sequence) -> None:
+        self._finished[seq.request_id] = seq
+        if len(self._finished) > NUM_FINISHED:
+            self._finished.popitem(last=False)
+
     def _remember(self, request_id: str, attempt: int) -> None:
         self._past[request_id] = attempt
         self._past.move_to_end(request_id)
@@ -389,12 +408,3 @@ class EngineCore(ABC):
                 return False
             self.check_ledger()
             return True
-
-
-def check_fits(num_blocks: int, block_size: int) -> None:
-    """A pool too small for anything is refused at start."""
-    if num_blocks < 2:
-        raise StartupError(
-            f"the KV pool has {num_blocks} blocks of {block_size} tokens; "
-            "raise cache.kv_memory_mib or cache.num_blocks"
-        )

@@ -11,6 +11,8 @@ Rules, in this order:
 4. A decoding sequence writes to no block that others compute with too: it gets one of its own first, into
    which the step copies what is there.
 5. A decoding sequence that needs a block and finds none preempts the youngest; the oldest is never preempted.
+6. Guesses of decoding sequences, oldest first, get what is left: of the token budget, of the rows that
+   ``max_num_seqs`` stands for, and of blocks beyond one for each sequence. They hold blocks for one step.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable
 
+from pagerelay.common.engine.drafting import Drafting
 from pagerelay.common.engine.sequence import Sequence
 from pagerelay.common.hashing import PrefixHasher
 from pagerelay.common.kv.blocks import BlockPool
@@ -41,6 +44,7 @@ class Scheduler:
         max_batch_tokens: int,
         on_admit: Callable[[Sequence], None],
         on_short: Callable[[Sequence], bool],
+        drafting: Drafting | None = None,
     ) -> None:
         """``on_admit``: a waiting sequence got its blocks. ``on_short(sequence)``: a block is missing for it;
         make room (now: return True; later: return False, and the sequence sits this step out)."""
@@ -51,6 +55,8 @@ class Scheduler:
         self._max_batch_tokens = max_batch_tokens
         self._on_admit = on_admit
         self._on_short = on_short
+        self.drafting = drafting
+        """Makes guesses for those that decode; ``None``: nobody does."""
         self.num_elsewhere = 0
         """Sequences (or what they will become) that hold blocks here and do not run yet: they count against
         ``max_num_seqs``."""
@@ -144,7 +150,38 @@ class Scheduler:
                 if sequence.scores_prompt:
                     counts[id(sequence)] = min(counts[id(sequence)], MAX_SCORED_ROWS)
             chosen += [(sequence, counts[id(sequence)]) for sequence in prompts if counts[id(sequence)]]
+        if self.drafting is not None:
+            self._draft(self.drafting, chosen)
         return chosen
+
+    def _draft(self, drafting: Drafting, chosen: list[tuple[Sequence, int]]) -> None:
+        computed = sum(count for _, count in chosen)
+        room = min(self._max_num_seqs - len(chosen), self._max_batch_tokens - computed)
+        drafting.begin()
+        for sequence, _ in chosen:
+            guesses = drafting.guesses(sequence, room) if room > 0 else []
+            if guesses:
+                missing = self.blocks_for(sequence.num_tokens + len(guesses)) - len(sequence.block_ids)
+                spare = self._blocks.available - len(self.running) - self.num_elsewhere
+                if 0 < missing <= spare:
+                    sequence.block_ids += self._blocks.take(missing)
+                fitting = len(sequence.block_ids) * self._block_size - sequence.num_tokens
+                sequence.draft = guesses[:fitting]
+                room -= len(sequence.draft)
+
+    def settle_draft(self, sequence: Sequence, kept: int) -> None:
+        """Its step is over, so many guesses were right: the blocks of those that were not are given back."""
+        if sequence.drafter is not None:
+            sequence.drafter.told(sequence.num_tokens, len(sequence.draft), kept)
+        sequence.draft = []
+        self.trim(sequence, sequence.num_tokens)
+
+    def trim(self, sequence: Sequence, num_tokens: int) -> None:
+        """Gives back what it holds beyond the blocks of so many tokens."""
+        spare = sequence.block_ids[self.blocks_for(num_tokens) :]
+        if spare:
+            self._blocks.drop(spare, sequence.holder)
+            del sequence.block_ids[-len(spare) :]
 
     def _has_room(self, sequence: Sequence) -> bool:
         while (

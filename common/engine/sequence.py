@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
 from pagerelay.common.kv.blocks import Holder
 from pagerelay.common.model.logits import SampleRequest
 from pagerelay.common.states import Machine
 from pagerelay.common.wire.sampling import FinishReason, SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    from pagerelay.common.engine.drafting import Drafter
 
 
 class Sequence:
@@ -26,6 +30,7 @@ class Sequence:
         "copied_block",
         "doomed",
         "draft",
+        "drafter",
         "first_index",
         "holder",
         "in_step",
@@ -81,6 +86,8 @@ class Sequence:
         self.draft: list[int] = []
         """Guesses at the tokens to come, computed in the next step beside the last token: those that are
         sampled are kept."""
+        self.drafter: Drafter | None = None
+        """Makes the guesses, where there are any."""
         self.copied_block: int | None = None
         """A block that others write to as well: the next step copies it into the one that has come in its
         place."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from pagerelay.common.errors import StartupError
 from pagerelay.common.kv.memory import Bytes, DeviceBlocks, DeviceMemory
 from pagerelay.common.wire.messages import Layout
 
@@ -51,3 +52,12 @@ class KvPool:
         """Before blocks of the step that was marked last are given back; see :class:`DeviceMemory`."""
         if self._device is not None:
             self._device.settle()
+
+
+def check_fits(num_blocks: int, block_size: int) -> None:
+    """A pool too small for anything is refused at start."""
+    if num_blocks < 2:
+        raise StartupError(
+            f"the KV pool has {num_blocks} blocks of {block_size} tokens; "
+            "raise cache.kv_memory_mib or cache.num_blocks"
+        )

@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 
 from pagerelay.common.config import DEFAULT_GPU_MEMORY_UTILIZATION, Config
-from pagerelay.common.engine.core import EngineLimits, check_fits
+from pagerelay.common.engine.core import EngineLimits
+from pagerelay.common.engine.drafting import Speculation
 from pagerelay.common.errors import CudaError, StartupError
 from pagerelay.common.kv.memory import DeviceMemory
-from pagerelay.common.kv.pool import KvPool
+from pagerelay.common.kv.pool import KvPool, check_fits
 from pagerelay.common.model.feed import Feed
 from pagerelay.common.model.graphs import Capture, CudaCapture, graph_sizes
 from pagerelay.common.model.ops import PagedOps
@@ -127,11 +128,16 @@ def _build_on_gpu(
 
 
 def _limits(config: Config, batch_tokens: int) -> EngineLimits:
+    settings = config.engine
+    speculation = Speculation(
+        settings.num_speculative_tokens, settings.prompt_lookup_min, settings.prompt_lookup_max
+    )
     return EngineLimits(
         block_size=config.cache.block_size,
         max_num_seqs=config.engine.max_num_seqs,
         max_batch_tokens=config.engine.max_batch_tokens or batch_tokens,
         prefix_cache=config.cache.prefix_cache,
+        speculation=speculation if settings.speculative == "ngram" else None,
     )
 
 

@@ -267,6 +267,8 @@ class Worker(ABC):
         counters.step_seconds += seconds
         counters.prompt_tokens_computed += stats.num_prefill_tokens
         counters.tokens_generated += stats.sampled
+        counters.tokens_drafted += stats.drafted
+        counters.tokens_accepted += stats.accepted
 
     def _give_up(self) -> None:
         log.error("the engine cannot go on: this worker ends")

@@ -47,6 +47,10 @@ class Counters(Struct, kw_only=True):
     prompt_tokens_cached: int = 0
     prompt_tokens_received: int = 0
     tokens_generated: int = 0
+    tokens_drafted: int = 0
+    """Guessed, computed beside a known one."""
+    tokens_accepted: int = 0
+    """Guesses that turned out right: they are among those generated."""
     steps: int = 0
     step_seqs: int = 0
     step_seconds: float = 0.0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster, running
+from pytest_asyncio import is_async_test
 
 KEY = "a-key-for-other-clients"
 
@@ -17,6 +18,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.is_relative_to(here):
             item.add_marker(pytest.mark.clients)
             item.add_marker(pytest.mark.filterwarnings("default"))  # theirs to mend
+            if is_async_test(item):  # some keep connections for the life of a process, so one loop for all
+                item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
+            if item.name == "test_serdes":
+                item.add_marker(pytest.mark.skip(reason="compares with a file of LangChain's own"))
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 Left out by the properties that the suite has for it: images, PDFs and audio (the model reads text), tool
 calls and structured output (a random model calls no tool and means nothing; their wire format is tested
-elsewhere), and recorded traffic (``test_stream_time``).
+elsewhere), recorded traffic (``test_stream_time``), and the snapshot of ``test_serdes``.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from strict_sse import StrictStream
 
 ROOT = Path(__file__).resolve().parents[2]
 PULLED_BASE = "python:3.11-slim-bookworm"
@@ -234,24 +235,17 @@ class Deployment:
                 if response.status != 200:
                     result.error = f"{response.status} {response.read()[:300]!r}"
                     return result
-                ended = False
+                checked = StrictStream("/generate", body)
                 for line in response:
-                    if not line.startswith(b"data:"):
-                        continue
-                    data = line.removeprefix(b"data:").strip()
-                    if data == b"[DONE]":
-                        ended = True
-                        break
-                    chunk = json.loads(data)
-                    if "error" in chunk:
-                        result.error = str(chunk["error"])
-                        return result
-                    for choice in chunk["choices"]:
-                        result.chunks += 1
-                        result.text += choice["text"]
-                        result.tokens += choice["token_ids"]
-                        result.finish_reason = choice["finish_reason"] or result.finish_reason
-                if not ended:
+                    for chunk in checked.feed(line):
+                        for choice in chunk.get("choices", ()):
+                            result.chunks += 1
+                            result.text += choice["text"]
+                            result.tokens += choice["token_ids"]
+                            result.finish_reason = choice["finish_reason"] or result.finish_reason
+                if checked.error is not None:
+                    result.error = str(checked.error)
+                elif not checked.done:
                     result.error = "the stream broke off"
         except (OSError, http.client.HTTPException) as error:
             result.error = repr(error)

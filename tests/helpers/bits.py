@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -22,6 +23,8 @@ from ferry import Ferry
 from handwork import Hands, Request
 
 from pagerelay.common.engine.core import EngineCore
+from pagerelay.common.engine.drafting import Drafting, Speculation
+from pagerelay.common.engine.sequence import Sequence
 from pagerelay.common.model.batch import Batch
 from pagerelay.common.model.runner import ModelFacts, ModelRunner
 from pagerelay.common.wire.messages import SamplingParams
@@ -40,13 +43,15 @@ SERVED: dict[str, tuple[Any, ...]] = {
     "batched": (True, False),
     "recovered": (True, False),
     "prefix_cache": (True, False),
+    "guessed": (True, False),
 }
 
 
 @dataclass(frozen=True)
 class Way:
     """``chunk``: tokens of one step at most. ``batched``: 2 to 32 prompts at a time, else one alone.
-    ``recovered``: each time a decode worker is lost when half of the tokens are out."""
+    ``recovered``: each time a decode worker is lost when half of the tokens are out. ``guessed``: the tokens
+    are computed ahead of time, from guesses that are right but for every third position's."""
 
     weights: str = "fp32"
     sampling: str = "greedy"
@@ -57,6 +62,7 @@ class Way:
     batched: bool = False
     recovered: bool = False
     prefix_cache: bool = False
+    guessed: bool = False
 
     def __str__(self) -> str:
         return " ".join(
@@ -69,7 +75,7 @@ class Way:
         return Way(**{name: getattr(self, name) for name in ASKED}, instruction_set=instruction_set)
 
 
-def all_ways(instruction_sets: Sequence[str]) -> list[Way]:
+def all_ways(instruction_sets: Seq[str]) -> list[Way]:
     """Every setting with every other; those that share kernels follow each other."""
     settings = ASKED | SERVED | {"instruction_set": tuple(instruction_sets)}
     return [
@@ -77,7 +83,7 @@ def all_ways(instruction_sets: Sequence[str]) -> list[Way]:
     ]
 
 
-def covering(ways: Sequence[Way], strength: int = 2) -> list[Way]:
+def covering(ways: Seq[Way], strength: int = 2) -> list[Way]:
     """Few of ``ways`` in which any ``strength`` settings that meet at all still meet, in the order given.
 
     Greedy: the next is always the one with most meetings not seen yet.
@@ -101,6 +107,8 @@ class Record:
     ids: dict[int, list[int]] = field(default_factory=dict)
     batch_sizes: set[int] = field(default_factory=set)
     num_recovered: int = 0
+    num_accepted: int = 0
+    """Rows behind right guesses."""
     num_cached: int = 0
     """Prompt tokens that the prefill worker found in its prefix cache."""
 
@@ -125,21 +133,45 @@ class Record:
 Look = Callable[[int, int, torch.Tensor], None]
 
 
+class Guesses(Drafting):
+    """Knows the answers; every third position's token is another one."""
+
+    def __init__(self, ids: dict[int, list[int]]) -> None:
+        super().__init__(Speculation(), (), 0)
+        self._ids = ids
+
+    def guesses(self, seq: Sequence, most: int) -> list[int]:
+        if seq.num_tokens == seq.num_given:
+            return []
+        # Not the last one: nothing may follow it.
+        ids = self._ids[int(seq.request_id)][seq.next_index : -1][:most]
+        return [token ^ (not at % 3) for at, token in enumerate(ids, seq.num_tokens)]
+
+
 class Spy:
     """A :class:`ModelRunner` that notes what it computes in a :class:`Record`. Request ids are the prompts'
-    numbers; ``last`` is the context length from which each prompt's last token is sampled."""
+    numbers; ``last`` is the context length from which each prompt's last token is sampled. Rows behind wrong
+    guesses are of no answer."""
 
-    def __init__(self, runner: ModelRunner, record: Record, last: Sequence[int], look: Look | None) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        record: Record,
+        last: Seq[int],
+        look: Look | None,
+        ids: dict[int, list[int]],
+    ) -> None:
         self.ops = runner.ops
         self.engine: EngineCore
-        self._runner, self._record, self._last, self._look = runner, record, last, look
+        self._runner, self._record, self._last, self._look, self._ids = runner, record, last, look, ids
 
     def run(self, batch: Batch, pool: torch.Tensor) -> torch.Tensor:
         logits = self._runner.run(batch, pool)
         last_rows = (batch.query_starts[1:] - 1).tolist()
         for row, at in enumerate(batch.logits_rows[: batch.num_logits].tolist()):
-            index = last_rows.index(at)
-            self._note(int(batch.seq_lens[index]), batch.tables[index], logits[row], pool)
+            index = next(index for index, last in enumerate(last_rows) if at <= last)
+            length = int(batch.seq_lens[index]) - (last_rows[index] - at)
+            self._note(length, batch.tables[index], logits[row], pool)
         return logits
 
     def _note(self, length: int, table: torch.Tensor, logits: torch.Tensor, pool: torch.Tensor) -> None:
@@ -147,6 +179,10 @@ class Spy:
         block = int(table[(length - 1) // BLOCK_SIZE])
         (owner,) = (seq for seq in self.engine.scheduler.running if block in seq.block_ids)
         number = int(owner.request_id)
+        guessed = owner.draft[: length - owner.num_tokens] if length > owner.num_tokens else []
+        if guessed != self._ids.get(number, guessed)[owner.next_index :][: len(guessed)]:
+            return
+        self._record.num_accepted += len(guessed) > 0
         digest = hashlib.sha256(logits.numpy()).digest()
         before = self._record.logits.setdefault((number, length), digest)
         assert before == digest, f"prompt {number}: computed again at {length}, its logits are others"
@@ -175,7 +211,7 @@ def groups(count: int, way: Way, sizes: Iterator[int]) -> Iterator[list[int]]:
         numbers = numbers[size:]
 
 
-def with_families(prompts: Sequence[list[int]], every: int = 8, shared: int = 40) -> list[list[int]]:
+def with_families(prompts: Seq[list[int]], every: int = 8, shared: int = 40) -> list[list[int]]:
     """The prompts, but ``every`` so many one begins like the one before it: work for the prefix caches."""
     return [
         prompts[number - 1][:shared] + prompt if number % every == every - 1 else prompt
@@ -204,15 +240,17 @@ def serve(
     way: Way,
     runner: ModelRunner,
     facts: ModelFacts,
-    prompts: Sequence[list[int]],
+    prompts: Seq[list[int]],
     num_tokens: int,
     sizes: Iterator[int],
     look: Look | None = None,
+    ids: dict[int, list[int]] | None = None,
 ) -> Record:
     """Serves all prompts that way, in groups of ``sizes`` where they are batched.
 
     ``runner`` has the way's kernels; ``look(prompt, context length, logits)`` sees every row when it is
-    computed. Fails if a request does, or if blocks are lost.
+    computed; ``ids`` are the answers, for a way that guesses them. Fails if a request does, or if
+    blocks are lost.
     """
     record = Record()
     torch.set_num_threads(way.threads)
@@ -228,8 +266,10 @@ def serve(
     last = [len(prompt) + num_tokens - 1 for prompt in prompts]
 
     def engine(make: Callable[..., Any], **more: Any) -> Any:
-        spy = Spy(runner, record, last, look)
+        spy = Spy(runner, record, last, look, ids or {})
         spy.engine = made = make(num_blocks, runner=spy, **common, **more)
+        if way.guessed:
+            made.scheduler.drafting = Guesses(ids or {})
         return made
 
     with (
@@ -263,7 +303,7 @@ def serve(
     return record
 
 
-def run_to_half(hands: Hands, requests: Sequence[Request], num_tokens: int) -> None:
+def run_to_half(hands: Hands, requests: Seq[Request], num_tokens: int) -> None:
     hands.deliver_all()
     while sum(len(request.emitted) for request in requests) < len(requests) * num_tokens / 2:
         assert hands.step(), "nothing to do, and half of the tokens are not out"

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from cluster import FREE_PORTS, Cluster
+from cluster import FREE_PORTS, Cluster, sse
 from faults import FaultyCluster, Partitions, Plan, Rates
 
 from pagerelay.common.config import load_config
@@ -83,17 +83,13 @@ async def ask(session: aiohttp.ClientSession, url: str, one: Ask) -> tuple[list[
         if response.status != 200:
             return [], str((await response.json())["error"]["code"])
         ids: list[int] = []
-        async for raw in response.content:
-            if not raw.startswith(b"data: "):
-                continue
-            if raw == b"data: [DONE]\n":
-                return ids, None
-            event = json.loads(raw.removeprefix(b"data: "))
+        error = None
+        async for event in sse(response, body):
             if "error" in event:
-                return ids, str(event["error"]["code"])
-            for choice in event["choices"]:
+                error = str(event["error"]["code"])
+            for choice in event.get("choices", ()):
                 ids += choice["token_ids"]
-    raise ValueError("the stream ended without [DONE] and without an error")
+    return ids, error
 
 
 async def expected(url: str, wanted: list[Ask]) -> list[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import signal
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import strict_sse
+from strict_sse import StrictStream, check_answer
 
 from pagerelay.cli.local import Child, LocalCluster
 from pagerelay.common.config import load_config
@@ -104,6 +107,7 @@ class Cluster:
         ):
             answer = await response.json()
             assert response.status == 200, answer
+            check_answer("Generation", answer)
             return answer
 
     async def ids(self, prompt: str | list[int], max_tokens: int, **fields: Any) -> list[int]:
@@ -114,35 +118,32 @@ class Cluster:
     ) -> AsyncIterator[dict[str, Any]]:
         """Events of a ``/generate`` stream; an error event comes as it is."""
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True} | fields
+        body["stream"] = True
         async with (
             aiohttp.ClientSession() as session,
-            session.post(self.url + "/generate", json=body | {"stream": True}) as response,
+            session.post(self.url + "/generate", json=body) as response,
         ):
             assert response.status == 200, await response.text()
-            async for event in sse(response):
+            async for event in sse(response, body):
                 yield event
 
 
-async def sse(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """Strict: every event is one ``data:`` line and a blank line; nothing follows ``[DONE]``; no other end is
-    clean."""
-    assert response.headers["Content-Type"].startswith("text/event-stream")
-    done = False
-    async for raw in response.content:
-        line = raw.decode("utf-8")
-        assert line.endswith("\n")
-        line = line.rstrip("\n")
-        if not line or line.startswith(":"):
-            continue
-        assert line.startswith("data: "), line
-        assert not done, line
-        if line == "data: [DONE]":
-            done = True
-            continue
-        event = json.loads(line.removeprefix("data: "))
+async def post(cluster: Cluster, path: str, body: Any, **options: Any) -> tuple[int, Any, Any]:
+    """(status, answer, headers); an answer in JSON is decoded."""
+    async with aiohttp.ClientSession() as session:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"} | options.pop("headers", {})
+        async with session.post(
+            cluster.url + path, data=io.BytesIO(data), headers=headers, **options
+        ) as response:
+            text = await response.text()
+            return response.status, json.loads(text) if text.startswith("{") else text, response.headers
+
+
+async def sse(response: aiohttp.ClientResponse, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    """Events of a stream that answers ``request``, every byte checked: see :mod:`strict_sse`."""
+    async for event in strict_sse.events(response, StrictStream(response.url.path, request)):
         yield event
-        done = "error" in event
-    assert done, "the stream ended without [DONE] and without an error"
 
 
 def joined(events: list[dict[str, Any]]) -> tuple[list[int], str, str | None]:

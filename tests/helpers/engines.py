@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from pagerelay.common.engine.core import EngineCore, EngineLimits, Outbox
+from pagerelay.common.engine.drafting import Speculation
 from pagerelay.common.engine.leasing import Leasing
 from pagerelay.common.kv.pool import KvPool
 from pagerelay.common.model.batch import Batch
@@ -43,12 +44,18 @@ def next_token(tokens: list[int]) -> int:
     return 1 + value % (VOCAB - 1)
 
 
-def answer(prompt: list[int], count: int) -> list[int]:
+def answer(prompt: list[int], count: int, say: Callable[[list[int]], int] = next_token) -> list[int]:
     """The fake model's greedy answer of ``count`` tokens."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens))
+        tokens.append(say(tokens))
     return tokens[len(prompt) :]
+
+
+def copied_token(tokens: list[int]) -> int:
+    """What another fake model says: mostly a function of the last two tokens, so that it repeats itself, and
+    at every fifth position of all of them."""
+    return next_token(tokens if len(tokens) % 5 == 0 else tokens[-2:])
 
 
 class FakeOps:
@@ -63,8 +70,11 @@ class FakeRunner:
     So a block that was not copied, belongs to somebody else or was given away too early is found out at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[list[int]], int] = next_token) -> None:
         self.ops = FakeOps()
+        self.say = say
+        self.steps: list[int] = []
+        """Rows of each step."""
         self.during: Callable[[], None] | None = None
         """Runs once, in the middle of the next step: the engine's lock is free, its step is not over."""
 
@@ -82,13 +92,15 @@ class FakeRunner:
         )
         logits = torch.zeros(batch.num_logits, VOCAB)
         wanted = batch.logits_rows[: batch.num_logits].tolist()
+        self.steps.append(batch.token_ids.numel())
         for index, length in enumerate(lengths):
             context = kv[tables[index, : -(-length // size)]].transpose(1, 0, 2).reshape(2, -1)[:, :length]
             positions = np.arange(1, length + 1)
             assert (context[1] == positions).all(), f"KV of other positions: {context[1]} for 1..{length}"
-            last = int(starts[index + 1]) - 1
-            if last in wanted:
-                logits[wanted.index(last), next_token(context[0].astype(int).tolist())] = 10.0
+            last, tokens = int(starts[index + 1]) - 1, context[0].astype(int).tolist()
+            for row, at in enumerate(wanted):
+                if starts[index] <= at <= last:
+                    logits[row, self.say(tokens[: len(tokens) - (last - at)])] = 10.0
         return logits
 
 
@@ -162,8 +174,9 @@ def make_limits(
     max_num_seqs: int = 8,
     max_batch_tokens: int = 16,
     prefix_cache: bool = True,
+    speculation: Speculation | None = None,
 ) -> EngineLimits:
-    return EngineLimits(block_size, max_num_seqs, max_batch_tokens, prefix_cache)
+    return EngineLimits(block_size, max_num_seqs, max_batch_tokens, prefix_cache, speculation)
 
 
 def handle_for(lease: int, num_tokens: int, pool: KvPool) -> KvHandle:

@@ -99,8 +99,8 @@ class House:
         for worker_id in workers:
             self.join(worker_id)
 
-    def join(self, worker_id: str) -> WorkerEntry:
-        self.registry.welcome(hello(worker_id, role=self.ROLES[worker_id[0]]), worker_id.encode())
+    def join(self, worker_id: str, **fields: Any) -> WorkerEntry:
+        self.registry.welcome(hello(worker_id, role=self.ROLES[worker_id[0]], **fields), worker_id.encode())
         entry = self.registry.by_id(worker_id)
         assert entry is not None
         return entry

@@ -115,7 +115,7 @@ class Attack:
             ("router ← workers", "router", self._to_router()),
             ("P ← router", "prefill", self._to_worker(prefill[0])),
             ("D ← router", "decode", self._to_worker(decode[0])),
-            ("P ← D", "prefill", self._to_prefill(prefill[1].data_endpoint)),
+            ("P ← D", "prefill", self._to_prefill(self.handle.data_endpoint)),
             ("D ← P", "decode", self._to_decode(decode[0])),
         ):
             union = {"router": "ToRouter", "D": "ToPrefill", "P": "ToDecode", "worker": "ToWorker"}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import signal
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 import aiohttp
 import msgspec
 from chaos import stormy
-from cluster import Cluster
+from cluster import Cluster, sse
 from faults import FaultyCluster, Plan, Point
 
 NUM_TOKENS = 42
@@ -134,12 +133,9 @@ async def stream(url: str, body: dict[str, Any]) -> tuple[list[int], float, int,
     async with aiohttp.ClientSession() as session, session.post(url + "/generate", json=body) as response:
         if response.status != 200:
             return [], 0.0, 0, str((await response.json())["error"]["code"])
-        async for raw in response.content:
-            if not raw.startswith(b"data: {"):
-                continue
+        async for event in sse(response, body):
             now = time.monotonic()
             longest, last = max(longest, now - last), now
-            event = json.loads(raw.removeprefix(b"data: "))
             if "error" in event:
                 return ids, longest, recoveries, str(event["error"]["code"])
             for choice in event["choices"]:

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 from typing import Any
 
 import aiohttp
 import pytest
-from cluster import Cluster, joined, sse
+from cluster import Cluster, joined, post, sse
 
 PROMPT = "The licence says that"
-
-
-async def post(cluster: Cluster, path: str, body: Any, **options: Any) -> tuple[int, Any, Any]:
-    async with aiohttp.ClientSession() as session:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"} | options.pop("headers", {})
-        async with session.post(
-            cluster.url + path, data=io.BytesIO(data), headers=headers, **options
-        ) as response:
-            text = await response.text()
-            return response.status, json.loads(text) if text.startswith("{") else text, response.headers
 
 
 async def test_generate_shape(split: Cluster) -> None:
@@ -123,14 +111,12 @@ async def test_openai_endpoints(split: Cluster) -> None:
     }
     status, answer, _ = await post(split, "/v1/chat/completions", chat)
     assert (status, answer["object"]) == (200, "chat.completion")
+    body = chat | {"stream": True, "stream_options": {"include_usage": True}}
     async with (
         aiohttp.ClientSession() as session,
-        session.post(
-            split.url + "/v1/chat/completions",
-            json=chat | {"stream": True, "stream_options": {"include_usage": True}},
-        ) as response,
+        session.post(split.url + "/v1/chat/completions", json=body) as response,
     ):
-        events = [event async for event in sse(response)]
+        events = [event async for event in sse(response, body)]
     assert events[0]["choices"][0]["delta"]["role"] == "assistant"
     assert events[-1]["choices"] == []
     assert events[-1]["usage"] == answer["usage"]
@@ -181,7 +167,7 @@ BAD = [
     (b'{"prompt": "\\ud83d"}', 400, None),
     (b'{"prompt": "\xff"}', 400, None),
     (b'{"prompt": "a", "x": ' + b"[" * 20_000 + b"]" * 20_000 + b"}", 400, None),
-    (b'{"prompt": "a", "logprobs": 3}', 400, "logprobs"),
+    (b'{"prompt": "a", "logprobs": 21}', 400, "logprobs"),
     (b'{"prompt": "a", "stop": ""}', 400, "stop"),
     (b'{"prompt": "a", "stream_options": []}', 400, "stream_options"),
     (b'{"prompt": "a", "min_tokens": 9, "max_tokens": 5}', 400, "min_tokens"),
@@ -214,6 +200,30 @@ async def test_prompt_too_long_and_cap_too_big(split: Cluster) -> None:
     answer = await split.generate([5] * (context - 2), 65_535)
     assert answer["usage"]["completion_tokens"] == 2
     assert answer["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("head", "status", "code"),
+    [
+        (b"GET /livez HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 20_000, 431, "header_too_large"),
+        (b"GET /livez?" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: x", 431, "header_too_large"),
+        (b"GET /livez HTTP/1.1\r\nHost: x\r\nno colon", 400, "malformed_http"),
+        (b"\x16\x03\x01\x02\x00 not http at all", 400, "malformed_http"),
+    ],
+    ids=["header", "line", "colon", "rubbish"],
+)
+async def test_what_is_not_http_is_refused_in_the_shape_of_all_errors(
+    split: Cluster, head: bytes, status: int, code: str
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(split.url.rpartition(":")[2]))
+    writer.write(head + b"\r\n\r\n")
+    async with asyncio.timeout(10):
+        answer = await reader.read()  # to the end: the connection is closed
+    writer.close()
+    top, _, body = answer.partition(b"\r\n\r\n")
+    assert top.startswith((b"HTTP/1.1 %d " % status, b"HTTP/1.0 %d " % status)), top
+    error = json.loads(body)["error"]
+    assert (error["code"], error["type"]) == (code, "invalid_request_error")
 
 
 async def test_large_and_odd_bodies(split: Cluster) -> None:

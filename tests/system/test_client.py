@@ -82,7 +82,13 @@ def descendants(pid: int) -> list[int]:
     return [pid, *(below for child in children for below in descendants(int(child)))]
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize(
+    "ending",
+    [
+        pytest.param(ending, marks=[pytest.mark.slow] if ending != "interrupted" else [])  # a cluster each
+        for ending in ENDINGS
+    ],
+)
 def test_nothing_outlives_the_client(tiny_dir: Path, ending: str) -> None:
     code, number = ENDINGS[ending]
     process = subprocess.Popen(

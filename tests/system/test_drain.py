@@ -12,7 +12,7 @@ import pytest
 from cluster import Cluster, joined, running
 
 PROMPTS = [[index + 3] * (20 + 13 * index) for index in range(3)]
-LENGTH = 150
+LENGTH = 600
 
 
 def sampling(index: int) -> dict[str, Any]:
@@ -55,6 +55,12 @@ async def test_every_worker_restarted_under_load_and_no_request_fails(tiny_dir: 
         try:
             for name in ("decode-1", "prefill-1", "decode-2"):
                 before = served
+
+                async def runs_something(name: str = name) -> bool:
+                    return any(w["id"] == name and w["load"]["running"] for w in await cluster.workers())
+
+                if name.startswith("decode"):
+                    await cluster.until(f"{name} has something to hand over", runs_something)
                 pid = cluster.child(name).process.pid
                 cluster.signal(name, signal.SIGTERM)
                 await asyncio.to_thread(restarted, name, pid)

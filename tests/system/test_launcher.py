@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from cluster import running
+from strict_sse import check_stream
 
 from pagerelay.cli import local
 from pagerelay.cli.local import Child, LocalCluster
@@ -145,10 +146,9 @@ def test_ctrl_c_finishes_what_runs(tiny_dir: Path) -> None:
         body = json.dumps({"prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True}).encode()
         request = urllib.request.Request(url + "/generate", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request) as stream:
-            stream.readline()
+            first = stream.readline()
             os.kill(process.pid, signal.SIGINT)
-            rest = stream.read().decode()
-        assert rest.endswith("data: [DONE]\n\n")
+            assert check_stream(first + stream.read(), "/generate", json.loads(body)).done
         assert process.wait(30) == 0
         assert_gone(children, 0)
 

@@ -252,3 +252,21 @@ def test_a_file_of_keys_that_cannot_be_used(tmp_path: Path, text: str | None, sa
 def test_a_workers_name_is_one_word() -> None:
     assert load_config(None, {"worker.name": "0042"}, {}).worker.name == "0042"
     assert "worker.name" in refused(None, {"worker.name": "two words"})
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"prompt_lookup_min": "5"}, "engine.prompt_lookup_min is 5, above engine.prompt_lookup_max"),
+        ({"max_num_seqs": "4", "speculative": "ngram"}, "raise engine.max_num_seqs"),
+        ({"speculative": "draft"}, "speculative"),
+        ({"num_speculative_tokens": "0"}, "num_speculative_tokens"),
+    ],
+)
+def test_guesses_that_cannot_be_made(flags: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(None, {f"engine.{name}": value for name, value in flags.items()}, {})
+
+
+def test_guesses_are_off_unless_asked_for() -> None:
+    assert load_config(None, {"engine.max_num_seqs": "1"}, {}).engine.speculative == "none"

@@ -8,10 +8,9 @@ import torch
 from engines import make_pool
 from fake_cuda import Machine
 
-from pagerelay.common.engine.core import check_fits
 from pagerelay.common.errors import StartupError
 from pagerelay.common.kv.memory import DeviceBlocks
-from pagerelay.common.kv.pool import KvPool
+from pagerelay.common.kv.pool import KvPool, check_fits
 from pagerelay.common.transport.cuda_pool import CudaPool
 from pagerelay.common.wire.messages import Layout
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from engines import (
     sent_to_router,
 )
 
+from pagerelay.common.kv.checksum import block_sum
 from pagerelay.common.wire.messages import (
     Commit,
     Failed,
@@ -690,3 +692,52 @@ def test_a_probe_is_told_the_tokens_from_the_one_that_is_due() -> None:
     submit(engine, "waiting")
     engine.probe("router", "waiting", 1, 0)
     assert sent_to_router(engine) == [], "there is nothing to say of it yet"
+
+
+def test_checksums_of_what_is_handed_over_are_made_while_the_lock_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = decode_engine(checksums=True)
+    running(engine, sampling=greedy(12))
+    engine.step()
+    engine.suspend("r", 1)
+    (suspended,) = [m for _, m in engine.take_outbox().to_router if isinstance(m, Suspended)]
+    free: list[bool] = []
+
+    def taken_by_another() -> None:
+        free.append(engine.lock.acquire(blocking=False))
+        if free[-1]:
+            engine.lock.release()
+
+    def watched(block: Any) -> int:
+        other = threading.Thread(target=taken_by_another)
+        other.start()
+        other.join()
+        return block_sum(block)
+
+    monkeypatch.setattr("pagerelay.decode_svc.engine.block_sum", watched)
+    handle = suspended.handle
+    question = Fetch(
+        lease=handle.lease,
+        incarnation=handle.incarnation,
+        from_block=0,
+        layout=engine.pool.layout,
+        ticket=handle.ticket,
+    )
+    engine.fetch(b"target", question, 0.0)
+    ready = engine.take_outbox().to_peer[0][1]
+    assert isinstance(ready, Ready)
+    assert ready.sums == [block_sum(engine.pool.blocks[block]) for block in ready.block_ids]
+    assert free == [True] * len(ready.block_ids)
+
+
+def test_the_end_of_an_answer_may_be_asked_for_when_it_was_lost() -> None:
+    engine = decode_engine()
+    running(engine, sampling=greedy(4))
+    sent = deltas([message for _, message in run_dry(engine).to_router])
+    assert [(delta.index, delta.finish_reason) for delta in sent] == [(1, None), (2, None), (3, "length")]
+    engine.probe("router", "r", 1, 2)
+    assert deltas(sent_to_router(engine)) == sent[1:]
+    engine.probe("router", "r", 2, 2)
+    (failed,) = sent_to_router(engine)
+    assert (failed.code, failed.attempt) == ("forgotten", 2)

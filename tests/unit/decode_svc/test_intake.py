@@ -230,6 +230,24 @@ async def test_a_silent_peer_is_asked_again_for_what_is_missing() -> None:
     assert backend.copied == [([5], [0]), ([6, 7], [1, 2])]
 
 
+@pytest.mark.parametrize("question", ["fetch", "confirmation"])
+async def test_a_peer_that_answers_nothing_any_more_fails_the_fetch(question: str) -> None:
+    link = Link(*([] if question == "fetch" else [ALL]))
+    with pytest.raises(TransferError, match="did not answer 4 times"):
+        await fetch(link, patience_s=0.005)
+    asked = QUESTION if question == "fetch" else CONFIRM
+    assert [message for message in link.asked if message == asked] == [asked] * 4
+    assert link.asked[-1] == GIVE_UP
+
+
+async def test_a_peer_that_computes_for_long_is_waited_for() -> None:
+    here = [Ready(lease=1, first=0, block_ids=[])]
+    backend = Copy()
+    fetched = await fetch(Link(*[here] * 9, ALL, [YES]), backend, patience_s=0.005)
+    assert backend.copied == [([5, 6, 7], [0, 1, 2])]
+    assert fetched.first_token == 4
+
+
 async def test_a_confirmation_that_comes_too_late_voids_the_copy() -> None:
     link = Link(ALL, [NO])
     with pytest.raises(TransferError, match="ran out before the copy was confirmed"):

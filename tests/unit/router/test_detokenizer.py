@@ -87,9 +87,9 @@ def test_ids_outside_the_vocabulary_are_nothing(tokenizer: Tokenizer) -> None:
 
 def test_linear(tokenizer: Tokenizer) -> None:
     ids = [random.Random(1).randrange(tokenizer.vocab_size) for _ in range(100_000)]
-    began = time.perf_counter()
+    began = time.thread_time()
     pieces(tokenizer.detokenizer(), ids)
-    assert time.perf_counter() - began < 2
+    assert time.thread_time() - began < 2
 
 
 def test_every_byte_has_a_stand_in() -> None:

@@ -878,10 +878,12 @@ async def test_while_it_moves_both_are_asked_by_the_attempt_that_they_know() -> 
     house = House("p1", "d1", "d2")
     driven = await moving(house, probe_s=0.05)
     await settle(driven, 0.08)
-    assert house.take_sent() == [
+    sent = house.take_sent()
+    assert sent[:2] == [
         ("d2", Probe(request_id="r", attempt=2, next_index=2)),
         ("d1", Probe(request_id="r", attempt=1, next_index=2)),
     ]
+    assert all(question in sent[:2] for question in sent)  # on a slow machine they are asked again
 
 
 @pytest.mark.parametrize("how", ["goodbye", "forgotten"])
@@ -932,3 +934,76 @@ async def test_a_giver_need_not_be_told_again() -> None:
 
 def drain(house: House, worker_id: str) -> None:
     house.registry.heard(house.entry(worker_id), Heartbeat(load=Load(draining=True), counters=Counters()))
+
+
+# ------------------------------------------------------------------ who is fit
+
+
+@pytest.mark.parametrize("longest", [10, 11])
+async def test_a_smaller_worker_that_joins_later_gets_no_answer_that_it_would_cut_short(longest: int) -> None:
+    """Eleven tokens were granted: three of the prompt and eight."""
+    house = House("p1", "d1")
+    driven = await decoding(house)
+    house.take_sent()
+    house.join("p2", max_model_len=longest)
+    house.join("d2", max_model_len=longest)
+    house.lose("p1")
+    house.lose("d1")
+    if longest == 10:
+        with pytest.raises(Unavailable, match="room for the whole answer") as caught:
+            await driven.flow.next()
+        assert caught.value.code == "no_decode_worker"
+        assert house.take_sent() == []
+    else:
+        await settle(driven)
+        assert house.take_sent() == [("p2", driven.prefill_job(2, [11, 12]))]
+    await driven.flow.close()
+
+
+async def test_a_small_prefill_worker_is_passed_over() -> None:
+    house = House("p1", "d1")
+    driven = await decoding(house)
+    house.take_sent()
+    house.join("p2", max_model_len=10)
+    house.join("d2")
+    house.lose("p1")
+    house.lose("d1")
+    await settle(driven)
+    assert house.take_sent() == [("d2", driven.decode_job(2, [11, 12], local=True))]
+    await driven.flow.close()
+
+
+async def test_a_request_keeps_its_age_through_a_recovery() -> None:
+    house = House("p1", "d1", "d2")
+    driven = await decoding(house)
+    house.take_sent()
+    house.clock.now = 2.5  # the silence of that time has no meaning here
+    house.lose("d1")
+    await settle(driven)
+    ((_, job),) = house.take_sent()
+    assert (job.attempt, job.age_s) == (2, 2.5)
+    await driven.flow.close()
+
+
+async def test_a_worker_whose_step_does_not_end_is_left() -> None:
+    house = House("p1", "d1", "d2")
+    driven = await decoding(house)
+    house.take_sent()
+    stuck = Heartbeat(load=Load(busy_for_s=61.0), counters=Counters())
+    house.registry.heard(house.entry("d1"), stuck)
+    await settle(driven)
+    assert house.take_sent() == [("d1", driven.abort()), ("p1", driven.prefill_job(2, [11, 12]))]
+    driven.started()
+    await settle(driven)
+    assert house.take_sent()[0][0] == "d2"
+    assert list(house.entry("d1").bound) == []
+    await driven.flow.close()
+
+
+async def test_a_cause_that_a_worker_has_made_up_is_counted_as_other() -> None:
+    house = House("p1", "d1", "d2")
+    driven = await decoding(house)
+    driven.failed("made up, and long" * 1000)
+    await settle(driven)
+    assert house.count("recoveries", cause="other") == 1
+    await driven.flow.close()

@@ -55,6 +55,15 @@ def test_a_late_worker_only_if_no_other_is_there(choose: Any) -> None:
 
 
 @choosers
+def test_one_that_cannot_hold_the_longest_answer_is_never_chosen(choose: Any) -> None:
+    small = view("small", max_model_len=99)
+    busy = view("busy", outstanding_tokens=9999, num_seqs=99, max_model_len=100)
+    assert choose([small, busy], 100) == "busy"
+    assert choose([small], 100) is None
+    assert choose([small], 99) == "small"
+
+
+@choosers
 def test_of_equals_the_one_that_waited_longest(choose: Any) -> None:
     views = [view("a", last_chosen=3), view("b", last_chosen=1), view("c", last_chosen=2)]
     assert choose(views, 1) == "b"

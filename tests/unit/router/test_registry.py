@@ -120,6 +120,26 @@ def test_silence_makes_suspect_then_dead() -> None:
     assert workers.find(b"d") is None
 
 
+def test_a_step_that_does_not_end_makes_stuck_until_it_ends(caplog: pytest.LogCaptureFixture) -> None:
+    workers = registry(Clock())
+    entry = join(workers)
+    request = bind(entry)
+    beat(workers, entry, load=Load(busy_for_s=60.0))
+    assert (workers.state(entry), request.lost) == ("ready", [])
+    with caplog.at_level(logging.ERROR):
+        for seconds in (60.5, 61.0):
+            beat(workers, entry, load=Load(busy_for_s=seconds, draining=True, hands_over=True))
+    assert workers.state(entry) == "stuck"
+    assert [view.rank for view in workers.views()] == [None]
+    assert request.lost == ["d"], "said once: it may be back there for another reason"
+    assert ["step has run for 60 s" in text for text in caplog.messages] == [True]
+    assert workers.not_ready() is not None
+    assert workers.find_alive(entry)
+    beat(workers, entry)
+    assert workers.state(entry) == "ready"
+    assert [view.rank for view in workers.views()] == [0]
+
+
 def test_every_message_is_a_sign_of_life() -> None:
     clock = Clock()
     workers = registry(clock)

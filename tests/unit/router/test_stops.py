@@ -97,8 +97,8 @@ def test_any_cutting_gives_the_same(pieces: list[str], stops: list[str], include
 def test_linear_on_the_worst_stop() -> None:
     """Quadratic matching would need 10^8 steps here."""
     stops = tuple("a" * (1023 - number) + "b" for number in range(16))
-    began = time.perf_counter()
+    began = time.thread_time()
     sent, stopped = run(["a"] * 100_000, stops)
     assert not stopped
     assert "".join(sent) == "a" * 100_000
-    assert time.perf_counter() - began < 3
+    assert time.thread_time() - began < 3

@@ -107,17 +107,17 @@ def test_bound_is_true(tokenizer: Tokenizer) -> None:
 
 
 def test_too_long_is_refused_before_encoding(tokenizer: Tokenizer) -> None:
-    began = time.perf_counter()
+    began = time.thread_time()
     for call in (
         lambda: tokenizer.encode("a" * 5_000_000, 8192),
         lambda: tokenizer.encode("🦜" * 1_250_000, 8192),
     ):
-        with pytest.raises(ContextLengthExceeded, match=r"at least \d+ tokens.*8192") as caught:
+        with pytest.raises(ContextLengthExceeded, match=r"8192 tokens.* at least \d+ ") as caught:
             call()
         assert caught.value.code == "context_length_exceeded"
     with pytest.raises(ContextLengthExceeded):
         tokenizer.encode_chat(user("a" * 5_000_000), 8192)
-    assert time.perf_counter() - began < 1
+    assert time.thread_time() - began < 1
 
 
 def test_the_bound_is_slack_with_a_normalizer(make_folder, word_backend: Backend) -> None:

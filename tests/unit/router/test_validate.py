@@ -305,11 +305,9 @@ MEANT = {
     "modalities": ["text", "audio"],
     "audio": {},
     "logits_processors": ["x"],
-    "truncate_prompt_tokens": 5,
     "add_generation_prompt": False,
     "continue_final_message": True,
     "prompt_embeds": "x",
-    "return_token_ids": True,
     "web_search_options": {},
     "kv_transfer_params": {},
 }
@@ -333,7 +331,7 @@ def test_refused_by_name(kind: Kind, field: str) -> None:
 
 
 def test_every_refused_field_is_tested() -> None:
-    assert set(MEANT) | {"add_special_tokens"} == set(NOT_YET)
+    assert set(MEANT) == set(NOT_YET)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -344,7 +342,14 @@ def test_neutral_values_are_accepted(kind: Kind) -> None:
             assert parse(kind, **{field: value}) == plain
     assert parse(kind, best_of=1) == plain
     assert parse(kind, add_special_tokens=kind != "chat") == plain
-    assert refuse(kind, add_special_tokens=kind == "chat").param == "add_special_tokens"
+
+
+def test_special_tokens_truncation_and_ids() -> None:
+    assert refuse("chat", add_special_tokens=True).param == "add_special_tokens"
+    assert not parse("completions", add_special_tokens=False).add_special_tokens
+    assert parse("chat", truncate_prompt_tokens=5).truncate_prompt_tokens == 5
+    assert refuse("chat", truncate_prompt_tokens=-1).param == "truncate_prompt_tokens"
+    assert parse("chat", return_token_ids=True).return_token_ids
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -69,7 +69,12 @@ class Model:
         self._kernels: tuple[str, int, str] | None = None
         self._runner: ModelRunner
 
-    def serve(self, way: Way, look: Callable[[int, int, torch.Tensor], None] | None = None) -> Record:
+    def serve(
+        self,
+        way: Way,
+        look: Callable[[int, int, torch.Tensor], None] | None = None,
+        ids: dict[int, list[int]] | None = None,
+    ) -> Record:
         kernels = (way.instruction_set, way.threads, way.weights)
         if kernels != self._kernels:
             ops = CpuOps(
@@ -79,7 +84,7 @@ class Model:
                 int8_weights=way.weights == "int8",
             )
             self._runner, self._kernels = ModelRunner(self.folder, ops), kernels
-        return serve(way, self._runner, self.facts, self.prompts, NUM_TOKENS, self._sizes, look)
+        return serve(way, self._runner, self.facts, self.prompts, NUM_TOKENS, self._sizes, look, ids)
 
     @contextmanager
     def only(self, count: int) -> Iterator[None]:
@@ -117,7 +122,8 @@ def check(model: Model, ways: Sequence[Way], best: str) -> None:
             assert len(record.kv) == len(record.ids) == len(model.prompts)
             print(f"\n{time.monotonic() - began:6.1f} s  {reference}: the reference", flush=True)
         began = time.monotonic()
-        record = model.serve(way)
+        record = model.serve(way, ids=references[reference].ids)
+        assert (record.num_accepted > 0) == way.guessed
         assert (record.num_recovered > 0) == way.recovered
         if way.prefix_cache and way.placed != "colocated":
             assert record.num_cached > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from random import Random
 from typing import Any
@@ -88,6 +89,36 @@ async def test_a_step_that_fails_is_recovered_from(house: House, where: type[Wor
     flow = await house.ask(PROMPT)
     assert flow.journal.tokens == answer(PROMPT, 20)
     assert flow.recoveries == 2
+    await house.idle()
+
+
+@pytest.mark.parametrize("house", [False], indirect=True, ids=["open"])
+@pytest.mark.parametrize("where", [PrefillWorker, DecodeWorker])
+async def test_a_worker_that_hangs_in_a_step_is_left_and_comes_back(
+    house: House, where: type[Worker]
+) -> None:
+    house.registry._stuck_s = 0.3
+    other = DecodeWorker if where is PrefillWorker else PrefillWorker
+    hung = await house.start(where)
+    await house.start(other)
+    entry = house.registry.by_id(hung)
+    assert entry is not None
+    ends = threading.Event()
+    house.workers[hung][1].during = lambda: ends.wait(20)  # the engine's lock is free meanwhile
+    try:
+        flow = house.flow(PROMPT)
+        await flow.start()
+        asking = asyncio.create_task(house.finish(flow))
+        await house.until(lambda: house.registry.state(entry) == "stuck")
+        await house.start(where)
+        async with asyncio.timeout(8):
+            await asking
+        assert flow.journal.tokens == answer(PROMPT, 20)
+        assert flow.recoveries == 1
+        assert house.registry.by_id(hung) is entry
+    finally:
+        ends.set()
+    await house.until(lambda: house.registry.state(entry) == "ready")
     await house.idle()
 
 
