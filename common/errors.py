@@ -15,6 +15,7 @@
     │   ├── Unavailable              503  no worker that could serve it
     │   ├── WorkerLost               502  lost its worker more often than recovery allows
     │   └── DeadlineExceeded         504
+    ├── GrammarError                 a grammar that cannot be used, or not any further
     ├── WireError                    a frame that does not decode, or comes from a stranger
     ├── TransferError                a KV block could not be fetched
     │   └── CudaError                a CUDA call failed, or cannot work here
@@ -37,6 +38,16 @@ class ConfigError(PagerelayError):
 
 class StartupError(PagerelayError):
     """Something needed at start is not there. The message gives need, have and remedy."""
+
+
+class GrammarError(PagerelayError):
+    """A grammar that the library cannot use, or cannot follow any further; why, in a line of bounded length:
+    the first of what the library says, and the one that it calls the error."""
+
+    def __init__(self, message: str) -> None:
+        first, *rest = message.strip().splitlines() or ["no reason given"]
+        lines = [first, *(line for line in rest if line.startswith("error: "))][:2]
+        super().__init__("; ".join(" ".join(line[:200].split()).rstrip(":") for line in lines))
 
 
 class WireError(PagerelayError):

@@ -23,6 +23,7 @@ from pagerelay.router.schemas import (
     Common,
     GenerateRequest,
     NumLogprobs,
+    Pattern,
     TokenId,
     Tokens,
 )
@@ -39,9 +40,9 @@ class Nested(Common, frozen=True, kw_only=True):
     no_stop_trim: bool | None = None
     truncate: Tokens | None = None
     top_n_tokens: NumLogprobs | None = None
-    json_schema: Any = None
-    regex: Any = None
-    ebnf: Any = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: Pattern | None = None
+    ebnf: Pattern | None = None
     details: bool | None = None
     decoder_input_details: bool | None = None
     do_sample: bool | None = None

@@ -15,9 +15,9 @@ field                            what happens
                                  ``content`` null; ``name`` where the template writes it, else ignored
 ``tools``                        chat: functions, rendered by the model's template, ``parameters`` a JSON
                                  schema; refused where the template has no tools or writes calls in an unknown
-                                 form, ``strict: true`` always
-``tool_choice``                  chat: ``auto`` (the default) and ``none``, which hides the tools from the
-                                 model; ``required`` and a named function are refused
+                                 form, ``strict: true`` beside a forced call alone
+``tool_choice``                  chat: ``auto`` (the default), ``none``, which hides the tools from the
+                                 model; ``required`` and a named function: the answer is calls alone
 ``parallel_tool_calls``          chat: honoured; with false the answer ends with its first call
 ``chat_template_kwargs``         chat: variables of the model's template, and ``enable_thinking``; scalars
 ``add_generation_prompt``        chat: honoured, default true
@@ -52,6 +52,11 @@ field                            what happens
                                  ``max_tokens: 0`` it is all there is
 ``best_of``                      completions, ``/generate``: honoured without streaming, at least ``n``: the
                                  ``n`` of so many answers with the largest mean log-probability
+``response_format``              honoured: ``text``, ``json_object``, ``json_schema`` (always strict)
+``guided_json``,                 honoured: an object or its text, a regular expression, up to 1,000 texts,
+``guided_regex``,                a grammar of Lark or GBNF; ``structured_outputs`` with ``json``,
+``guided_choice``,               ``regex``, ``choice``, ``grammar`` or ``json_object: true`` says it too; one
+``guided_grammar``               of them at most; the answer ends when nothing may follow
 ``use_beam_search``              honoured without streaming: ``n`` answers, best first, of a search by
                                  ``best_of`` (default ``n``) beams, 2 to 64; each prompt counts that many
                                  choices; an answer may have 150,000 / beams tokens
@@ -93,6 +98,34 @@ class StreamOptions(Struct, frozen=True):
     include_usage: bool | None = None
 
 
+class JsonSchemaFormat(Struct, frozen=True):
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, frozen=True):
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+Pattern = Annotated[str, Meta(min_length=1)]
+Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=1000)]
+
+
+class StructuredOutputs(Struct, frozen=True):
+    json: dict[str, Any] | str | None = None
+    regex: Pattern | None = None
+    choice: Choices | None = None
+    grammar: Pattern | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+    structural_tag: Any = None
+
+
 class Common(Struct, frozen=True, kw_only=True):
     """The fields of every endpoint."""
 
@@ -123,6 +156,12 @@ class Common(Struct, frozen=True, kw_only=True):
     logprobs: NumLogprobs | bool | None = None
     prompt_logprobs: NumLogprobs | None = None
     best_of: Annotated[int, Meta(ge=1, le=INT32_MAX)] | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: Pattern | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Pattern | None = None
+    structured_outputs: StructuredOutputs | None = None
     use_beam_search: bool | None = None
     num_beams: Annotated[int, Meta(ge=1, le=INT32_MAX)] | None = None
     length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
@@ -135,16 +174,10 @@ class Common(Struct, frozen=True, kw_only=True):
     echo: Any = None
     top_logprobs: Any = None
     suffix: Any = None
-    response_format: Any = None
     tools: Any = None
     tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
     chat_template: Any = None
     chat_template_kwargs: Any = None
     documents: Any = None
@@ -162,16 +195,10 @@ NOT_YET: Final[dict[str, tuple[Any, ...]]] = {
     "echo": (False,),
     "top_logprobs": (0,),
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none",),
     "functions": ([],),
     "function_call": ("none",),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "documents": ([],),

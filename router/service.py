@@ -19,6 +19,7 @@ from pagerelay.common.wire.auth import CurveKeys
 from pagerelay.router.beam_flow import BeamFlow
 from pagerelay.router.chat_template import num_chars
 from pagerelay.router.flow import FlowSettings, RequestFlow
+from pagerelay.router.grammar_check import GrammarChecker
 from pagerelay.router.links import WorkerLinks
 from pagerelay.router.metrics import RouterMetrics
 from pagerelay.router.model_files import ModelFiles
@@ -45,6 +46,7 @@ class RouterService:
         self.clock = time.monotonic
         self.started_at = time.time()
         self.tokenizer = Tokenizer.load(model.folder)
+        self.grammars = GrammarChecker(model.folder, model.vocab_size)
         self._tool_family = tool_family(config.router.tool_parser, self.tokenizer.template)
         self.registry = WorkerRegistry(
             model_digest=model_digest(model.folder),
@@ -93,6 +95,7 @@ class RouterService:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.links.close()
+        await self.grammars.close()
         for pool in (self._encoders, self._slow):
             pool.shutdown(wait=False, cancel_futures=True)
 

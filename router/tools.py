@@ -51,15 +51,28 @@ def read_tools(
         if tool.function.name in names:
             param = f"{where}.function.name"
             raise InvalidRequest(f"{param}: {tool.function.name!r} stands twice in tools", param=param)
-        if tool.function.strict:
+        if tool.function.strict and request.tool_choice in (None, "auto", "none"):
             param = f"{where}.function.strict"
-            raise unsupported(param, f"{param}: arguments are not held to their schema; leave it out")
+            message = f"{param}: arguments are held to their schema only where tool_choice forces a call"
+            raise unsupported(param, message)
         names.append(tool.function.name)
         tools.append(_spec(tool.function))
     _check_choice(request.tool_choice, names)
     if request.tool_choice == "none":
         return None, None
-    return tools, ToolRules(family, frozenset(names), request.parallel_tool_calls is not False)
+    forced = request.tool_choice not in (None, "auto")
+    parallel = request.parallel_tool_calls is not False
+    return tools, ToolRules("forced" if forced else family, frozenset(names), parallel)
+
+
+def forced_calls(
+    choice: str | ToolChoice | None, tools: list[FunctionSpec] | None, rules: ToolRules | None
+) -> dict[str, Any] | None:
+    """The JSON schema of the output, where it must be calls."""
+    if tools is None or rules is None or rules.family != "forced":
+        return None
+    named = choice.function if isinstance(choice, ToolChoice) else None
+    return forced_schema(tools, named.name if named is not None else None, rules.parallel)
 
 
 def forced_schema(
@@ -112,7 +125,6 @@ def _check_choice(choice: str | ToolChoice | None, names: list[str]) -> None:
             raise InvalidRequest(f"{param}: no tool has this name", param=param)
     elif choice != "required":
         raise InvalidRequest("tool_choice is none, auto, required or an object", param="tool_choice")
-    raise unsupported("tool_choice", "tool_choice cannot force a call; use auto or none")
 
 
 def _object(schema: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from pagerelay.common.errors import ContextLengthExceeded, InvalidRequest, NotFound
 from pagerelay.common.wire.messages import SamplingParams
-from pagerelay.common.wire.sampling import MAX_BEAM_TOKENS
+from pagerelay.common.wire.sampling import MAX_BEAM_TOKENS, Grammar
 from pagerelay.router.beam_fields import beam_width
 from pagerelay.router.chat_template import ChatAbilities, Message
 from pagerelay.router.dialects import AnyGenerateRequest, fold
@@ -41,8 +41,9 @@ from pagerelay.router.schemas import (
     CompletionRequest,
     GenerateRequest,
 )
+from pagerelay.router.structured import read_grammar
 from pagerelay.router.tool_calls import ToolFamily, ToolRules
-from pagerelay.router.tools import read_tools
+from pagerelay.router.tools import forced_calls, read_tools
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +109,9 @@ class ParsedRequest(Struct, frozen=True, kw_only=True):
     echo: bool
     best_of: int
     """Answers to a prompt, of which the best ``n`` are given."""
+    grammar: Grammar | None
+    grammar_param: str
+    """The field that it came in."""
     beam_width: int
     """Above 0: ``n`` answers of one beam search are given, which takes the place of ``best_of`` answers."""
     length_penalty: float
@@ -154,12 +158,13 @@ def parse_request(kind: Kind, body: bytes, limits: Limits) -> ParsedRequest:
     check_model(request.model, kind, limits.served_name)
     _refuse_unsupported(request, kind)
     prompts: list[str | list[int]] = []
-    chat, tool_rules = Chat(messages=[]), None
+    chat, tool_rules, forced = Chat(messages=[]), None, None
     if isinstance(request, ChatRequest):
         if request.add_special_tokens:
             raise unsupported("add_special_tokens", "the chat template writes all special tokens itself")
         tools, tool_rules = read_tools(request, limits.abilities, limits.tool_family)
         chat = read_chat(request, limits.abilities, tools)
+        forced = forced_calls(request.tool_choice, tools, tool_rules)
     else:
         prompts = read_prompts(request.prompt, limits.vocab_size)
     n = 1 if request.n is None else request.n
@@ -179,6 +184,9 @@ def parse_request(kind: Kind, body: bytes, limits: Limits) -> ParsedRequest:
             if token_id >= limits.vocab_size:
                 raise outside_vocabulary(f"{field}[{position}]", token_id, limits.vocab_size)
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(dict.fromkeys(request.stop or ()))
+    grammar, grammar_param = read_grammar(request, forced)
+    if grammar is not None and width:
+        raise InvalidRequest("a beam search follows no grammar; leave one out", param=grammar_param)
     return ParsedRequest(
         kind=kind,
         model=limits.served_name,
@@ -211,6 +219,8 @@ def parse_request(kind: Kind, body: bytes, limits: Limits) -> ParsedRequest:
         prompt_logprobs=_prompt_logprobs(request),
         echo=isinstance(request, CompletionRequest) and request.echo is True,
         best_of=best_of,
+        grammar=grammar,
+        grammar_param=grammar_param,
         beam_width=width,
         length_penalty=_or(request.length_penalty, 1.0),
         early_stopping=_or(request.early_stopping, False),
@@ -278,6 +288,7 @@ def finalize(
         logit_bias=parsed.logit_bias,
         bad_words=bad_words,
         allowed_token_ids=parsed.allowed_token_ids,
+        grammar=parsed.grammar,
         # The best of several are those whose tokens are the likeliest.
         logprobs=0 if parsed.logprobs is None and parsed.best_of > parsed.n else parsed.logprobs,
         # Of one of its answers: they all begin with the same prompt.

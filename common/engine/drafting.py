@@ -91,8 +91,7 @@ class Drafting:
 
     def guesses(self, seq: Sequence, most: int) -> list[int]:
         """At most so many, for a sequence that decodes; none after which no token could count."""
-        params = seq.sampling
-        if seq.in_step or seq.num_tokens == seq.num_given or params.grammar is not None or params.beam_width:
+        if seq.in_step or seq.num_tokens == seq.num_given or seq.sampling.beam_width:
             return []
         count = min(
             most,

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
+from pagerelay.common.grammar import Matcher
 from pagerelay.common.kv.blocks import Holder
 from pagerelay.common.model.logits import SampleRequest
 from pagerelay.common.states import Machine
-from pagerelay.common.wire.sampling import FinishReason, SamplingParams, TokenLogprobs
+from pagerelay.common.wire.sampling import FinishReason, SamplingParams, TokenLogprobs, named_tokens
 
 if TYPE_CHECKING:
     from pagerelay.common.engine.drafting import Drafter
@@ -33,16 +34,18 @@ class Sequence:
         "drafter",
         "first_index",
         "holder",
-        "in_step",
         "keys",
         "logprobs",
         "machine",
+        "matcher",
         "num_cached",
         "num_computed",
         "num_given",
         "num_known_blocks",
         "order",
         "owner",
+        "pending",
+        "queued",
         "request_id",
         "sampling",
         "token_ids",
@@ -86,6 +89,8 @@ class Sequence:
         self.draft: list[int] = []
         """Guesses at the tokens to come, computed in the next step beside the last token: those that are
         sampled are kept."""
+        self.matcher: Matcher | None = None
+        """Where the output is in its grammar; made when it is first asked, from the output so far."""
         self.drafter: Drafter | None = None
         """Makes the guesses, where there are any."""
         self.copied_block: int | None = None
@@ -93,8 +98,11 @@ class Sequence:
         place."""
         self.width = 1
         """Sequences that it is, or will soon become."""
-        self.in_step = False
-        """Its blocks are being read and written by the running step: they may not be given back yet."""
+        self.queued = 0
+        """Tokens whose KV is being computed by steps that are not applied yet."""
+        self.pending = 0
+        """Tokens that these steps sample and that it goes on from: part of ``token_ids`` once they are
+        known."""
         self.doomed = False
         """Removed while in a step; its blocks are given back when the step has ended."""
 
@@ -108,8 +116,18 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
     @property
+    def num_due(self) -> int:
+        """Tokens whose KV no step has been given yet."""
+        return self.num_remaining + self.pending - self.queued
+
+    @property
+    def in_step(self) -> bool:
+        """Its blocks are being read and written: they may not be given back yet."""
+        return self.queued > 0
+
+    @property
     def next_index(self) -> int:
-        """Output position of the next token to be sampled."""
+        """Output position of the token after those that are here."""
         return self.first_index + len(self.token_ids) - self.num_given
 
     @property
@@ -122,21 +140,34 @@ class Sequence:
         """Are the prompt's log-probabilities wanted, and not told by an earlier attempt?"""
         return self.sampling.prompt_logprobs is not None and self.first_index == 0
 
+    def misfit(self, max_model_len: int, vocab_size: int) -> tuple[str, str] | None:
+        """Why it cannot be computed here: an error's code and message. In a step it would fail everybody."""
+        if not 1 <= self.num_tokens <= max_model_len:
+            return "too_long", f"{self.num_tokens} tokens do not fit this worker's limit of {max_model_len}"
+        named = (*self.token_ids, *named_tokens(self.sampling))
+        if min(named) < 0 or max(named) >= vocab_size:
+            return "bad_job", f"token ids from {min(named)} to {max(named)}, the vocabulary has {vocab_size}"
+        return None
+
     def finish_reason(self, token: int, index: int, eos: Seq[int], max_model_len: int) -> FinishReason | None:
         """Does ``token`` at output position ``index``, already appended, end the answer? Those of beams end
         with the search."""
         params = self.sampling
         if params.beam_width:
             return None
+        if params.grammar is not None and token in eos:
+            return "stop"  # nothing may follow
         if index + 1 >= params.min_tokens and token in self.stops(eos):
             return "stop"
-        if index + 1 >= params.max_tokens or len(self.token_ids) >= max_model_len:
-            return "length"
-        return None
+        return "length" if self.ends_at(index, max_model_len) else None
+
+    def ends_at(self, index: int, max_model_len: int) -> bool:
+        """Is there no room for another token after output position ``index``?"""
+        return index + 1 >= self.sampling.max_tokens or self.num_prompt + index + 1 >= max_model_len
 
     def sample_request(self, eos: Seq[int], guessed: Seq[int] = ()) -> SampleRequest:
-        """For the token after those here and ``guessed``."""
-        index = self.next_index + len(guessed)
+        """For the token after those here, pending and ``guessed``."""
+        index = self.next_index + self.pending + len(guessed)
         if not self.sampling.changes_logits:
             return SampleRequest(self.sampling, index, self._forbidden(index, eos))
         return SampleRequest(
@@ -150,10 +181,11 @@ class Sequence:
         )
 
     def _forbidden(self, index: int, eos: Seq[int]) -> tuple[int, ...]:
-        """Ids that may not be sampled at ``index`` because ``min_tokens`` is not reached."""
-        if index >= self.sampling.min_tokens:
-            return ()
-        return self.stops(eos)
+        """Ids that may not be sampled at ``index``: because ``min_tokens`` is not reached, or because a
+        grammar goes on and end tokens are ignored."""
+        params = self.sampling
+        held = eos if params.ignore_eos and params.grammar is not None else ()
+        return (*held, *(self.stops(eos) if index < params.min_tokens else ()))
 
     def stops(self, eos: Seq[int]) -> tuple[int, ...]:
         """Ids that end an answer, once there are ``min_tokens``."""

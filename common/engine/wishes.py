@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from pagerelay.common.engine.sequence import Sequence
+from pagerelay.common.errors import GrammarError
+from pagerelay.common.grammar import Grammars
 from pagerelay.common.model.device_sampler import Sampler
 from pagerelay.common.model.logits import SampleRequest, branches, scores, told
 from pagerelay.common.wire.sampling import TokenLogprobs
@@ -16,13 +19,14 @@ from pagerelay.common.wire.sampling import TokenLogprobs
 
 @dataclass(slots=True)
 class Wish:
-    """Of one sequence, of which the step computes ``count`` tokens and its draft.
+    """Of one sequence, of which the step computes ``count`` tokens, from position ``start``, and its draft.
 
     Its rows of the logits are those that say how likely the prompt's tokens ``scored`` were, then one for
     each of ``requests``: for the token after the last, and those after each token of the draft.
     """
 
     seq: Sequence
+    start: int
     count: int
     scored: Seq[int]
     requests: list[SampleRequest]
@@ -30,6 +34,19 @@ class Wish:
     """Sampled, one for each of ``requests``."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     scores: list[TokenLogprobs] = field(default_factory=list)
+    failure: str | None = None
+    """Why its grammar cannot be followed: it gets no token."""
+
+    pending: int = 0
+    """1 where the sequence goes on from the token that is sampled, as far as can be known before it is."""
+
+    @property
+    def plain(self) -> bool:
+        """Is a token all that is wanted, and is the next one a function of it by the KV alone?"""
+        params = self.seq.sampling
+        if self.scored or self.seq.draft or params.beam_width:
+            return False
+        return not self.requests or not (params.changes_logits or params.logprobs is not None)
 
     @property
     def num_logits(self) -> int:
@@ -45,12 +62,31 @@ class Wish:
 
 def wish_of(seq: Sequence, count: int, eos: Seq[int]) -> Wish:
     """A step computes ``count`` of its tokens; if these are all, the next token is sampled."""
-    after = seq.num_computed + count
+    start = seq.num_computed + seq.queued
+    after = start + count
     requests = []
-    if count == seq.num_remaining:
+    if count == seq.num_due:
         requests = [seq.sample_request(eos, seq.draft[:guessed]) for guessed in range(len(seq.draft) + 1)]
-    scored = seq.token_ids[seq.num_computed + 1 : min(after + 1, seq.num_given)] if seq.scores_prompt else ()
-    return Wish(seq, count, scored, requests)
+    scored = seq.token_ids[start + 1 : min(after + 1, seq.num_given)] if seq.scores_prompt else ()
+    return Wish(seq, start, count, scored, requests)
+
+
+def constrain(wishes: Seq[Wish], grammars: Grammars) -> None:
+    """Fills in what their grammars allow. After a guess that may not come, nothing is asked: none of it is
+    kept."""
+    for wish in wishes:
+        seq, grammar = wish.seq, wish.seq.sampling.grammar
+        if grammar is None or not wish.requests:
+            continue
+        try:
+            seq.matcher = seq.matcher or grammars.matcher(grammar)
+            masks = seq.matcher.masks(wish.requests[0].output, seq.draft)
+        except GrammarError as error:
+            wish.failure = str(error)
+            continue
+        for place, mask in enumerate(masks):
+            words = np.frombuffer(mask, dtype=np.int32).copy()
+            wish.requests[place] = replace(wish.requests[place], mask=words)
 
 
 def answer(logits: torch.Tensor, wishes: Seq[Wish], sample: Sampler) -> None:

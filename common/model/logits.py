@@ -78,10 +78,13 @@ def edit(logits: torch.Tensor, requests: Sequence[SampleRequest], send: Send) ->
                 lowered.add(row, list(counts), by)
             bad = _completing(params.bad_words, request)
             excluded.add(row, bad, [0.0] * len(bad))
+            mask = request.mask
             if params.allowed_token_ids:
-                masks.append((row, _bits(params.allowed_token_ids, logits.shape[1])))
-            if request.mask is not None:
-                masks.append((row, request.mask))
+                allowed = _bits(params.allowed_token_ids, logits.shape[1])
+                both = allowed if mask is None else allowed & mask
+                mask = both if both.any() else mask  # what the grammar wants has to come
+            if mask is not None:
+                masks.append((row, mask))
         excluded.add(row, request.forbidden, [0.0] * len(request.forbidden))
     if bias.rows:
         row_ids, tokens, values = send(bias.arrays())

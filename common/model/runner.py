@@ -42,6 +42,8 @@ class ModelFacts:
     weights: str = "fp32"
     dtype: str = "float32"
     """Of weights, activations and KV: float32, float16 or bfloat16."""
+    folder: Path | None = None
+    """Where the model's files are."""
 
     def layout(self, block_size: int) -> Layout:
         return Layout(
@@ -122,6 +124,7 @@ def read_facts(
         eos_token_ids=_eos_token_ids(folder, whole, config),
         weights=weights,
         dtype=_own_dtype(config) if dtype == "auto" else dtype,
+        folder=folder,
     )
 
 

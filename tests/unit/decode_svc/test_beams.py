@@ -26,7 +26,7 @@ from engines import (
 from handwork import Hands, Request
 from reference import BeamReference, ExpectedBeam
 
-from pagerelay.common.engine.core import Outbox
+from pagerelay.common.engine.parts import Outbox
 from pagerelay.common.model.batch import Batch
 from pagerelay.common.model.runner import ModelRunner, read_facts
 from pagerelay.common.model.tiny import make_tiny_model

@@ -272,10 +272,9 @@ def test_rules_by_which_the_output_is_read(load: Load) -> None:
         ({"tools": [BARE, WEATHER, BARE]}, "tools[2].function.name"),
         ({"tools": [BARE] * 129}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [BARE], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [BARE], "tool_choice": "maybe"}, "tool_choice"),
         ({"tools": [BARE], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
-        ({"tools": [BARE], "tool_choice": {"type": "function", "function": {"name": "now"}}}, "tool_choice"),
+        ({"tools": [BARE], "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
         (
             {"tools": [BARE], "tool_choice": {"type": "function", "function": {"name": "x"}}},
             "tool_choice.function.name",
@@ -477,3 +476,19 @@ def test_the_schema_of_forced_calls() -> None:
         "maxItems": 1,
         "$defs": {"f0": {"type": "object"}},
     }
+
+
+def test_a_forced_call_is_a_grammar(load: Load) -> None:
+    allowed = limits(load("hermes")[0])
+    now = {"type": "function", "function": {"name": "now"}}
+    for choice, name in (("required", None), (now, "now")):
+        for parallel in (True, False):
+            parsed = parse(allowed, tools=[WEATHER, BARE], tool_choice=choice, parallel_tool_calls=parallel)
+            assert parsed.grammar is not None
+            assert parsed.grammar_param == "tool_choice"
+            assert parsed.tool_rules == ToolRules("forced", frozenset({"get_weather", "now"}), parallel)
+            function = {"name": "now", "parameters": {"type": "object", "properties": {}}}
+            tools = [WEATHER, {"type": "function", "function": function}]
+            assert json.loads(parsed.grammar.text) == forced_schema(tools, name, parallel)
+    strict = {"type": "function", "function": {"name": "now", "strict": True}}
+    assert parse(allowed, tools=[strict], tool_choice="required").grammar is not None

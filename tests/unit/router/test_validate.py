@@ -289,16 +289,10 @@ MEANT = {
     "echo": True,
     "top_logprobs": 2,
     "suffix": "x",
-    "response_format": {"type": "json_object"},
     "tools": [{"type": "function"}],
     "tool_choice": "required",
     "functions": [{}],
     "function_call": "auto",
-    "guided_json": {},
-    "guided_regex": "",
-    "guided_choice": [],
-    "guided_grammar": "x",
-    "structured_outputs": {},
     "chat_template": "{{ 1 }}",
     "chat_template_kwargs": {"chat_template": "x"},
     "documents": [{}],
@@ -409,13 +403,6 @@ def test_logit_bias_is_by_id() -> None:
     assert parse("chat", logit_bias={"7": -100, "3": 2.5}).logit_bias == ((3, 2.5), (7, -100.0))
     for bad in ({"x": 1}, {"-1": 1}, {"1": 101}, {"1": None}, [1]):
         assert refuse("chat", logit_bias=bad).param.startswith("logit_bias")
-
-
-def test_other_response_formats() -> None:
-    assert (
-        refuse("chat", response_format={"type": "json_schema", "json_schema": {}}).param == "response_format"
-    )
-    assert refuse("chat", response_format={"type": "text", "extra": 1}).param == "response_format"
 
 
 def test_stream_options() -> None:
