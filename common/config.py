@@ -78,6 +78,8 @@ class EngineConfig(Section, frozen=True):
     local cluster."""
     enforce_eager: bool = False
     """On a GPU: launch each step's kernels one by one, without CUDA graphs."""
+    step_ahead: bool = True
+    """On a GPU: plan and launch a step while the one before it runs."""
     deterministic: bool = False
     """On a GPU: attention whose sums do not depend on what else is in a step; slower."""
     cpu_ops: Literal["auto", "c", "torch"] = "auto"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagerelay.common.engine.core import EngineLimits
+from pagerelay.common.engine.parts import EngineLimits
 from pagerelay.common.engine.scheduler import Scheduler
 from pagerelay.common.engine.sequence import Sequence
 from pagerelay.common.kv.blocks import BlockPool

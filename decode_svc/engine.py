@@ -26,8 +26,8 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from pagerelay.common.engine.core import EngineLimits
 from pagerelay.common.engine.leasing import Leasing, LeasingEngine
+from pagerelay.common.engine.parts import EngineLimits
 from pagerelay.common.engine.scheduler import by_age
 from pagerelay.common.engine.sequence import Sequence
 from pagerelay.common.kv.checksum import block_sum
@@ -72,8 +72,6 @@ class DecodeEngine(LeasingEngine):
         self._deltas: dict[str, list[TokenDelta]] = {}
         self._searches: dict[str, BeamSearch] = {}
         """By request: those that are answered by beams."""
-        self._suspending: set[str] = set()
-        """Requests to be suspended when the running step has ended."""
         self.cancelled_fetches: list[Sequence] = []
         """Fetches that must be given up; the worker takes them from here and ends them with
         :meth:`fetch_ended`."""

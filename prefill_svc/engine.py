@@ -14,8 +14,8 @@ The life of a prompt here::
 
 from __future__ import annotations
 
-from pagerelay.common.engine.core import EngineLimits
 from pagerelay.common.engine.leasing import Leasing, LeasingEngine
+from pagerelay.common.engine.parts import EngineLimits
 from pagerelay.common.engine.sequence import Sequence
 from pagerelay.common.kv.checksum import block_sum
 from pagerelay.common.kv.pool import KvPool
@@ -79,6 +79,9 @@ class PrefillEngine(LeasingEngine):
 
     def _failed(self, seq: Sequence) -> None:
         self._end(seq, "ABORTED", "the step failed")
+
+    def _goes_on(self, seq: Sequence) -> bool:
+        return False  # it leaves with its first token
 
     def _advanced(self, seq: Sequence) -> None:
         self._announce(self._lease_of[seq.request_id])

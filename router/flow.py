@@ -40,8 +40,8 @@ from pagerelay.common.wire.messages import (
     Tokens,
 )
 from pagerelay.router.inbox import Event, Inbox, LeaveDecoder, Lost, News
+from pagerelay.router.journal import MAX_PREEMPTIONS, Journal
 from pagerelay.router.journal import FlowSettings as FlowSettings
-from pagerelay.router.journal import Journal
 from pagerelay.router.links import RequestNews, WorkerLinks
 from pagerelay.router.metrics import RouterMetrics
 from pagerelay.router.placement import Placement
@@ -50,9 +50,6 @@ from pagerelay.router.sharing import PromptShare
 from pagerelay.router.times import FlowTimes
 
 log = logging.getLogger(__name__)
-
-MAX_PREEMPTIONS = 64
-"""A request preempted this often ends in an error instead of going round for ever."""
 
 
 class RequestFlow:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pagerelay.common.wire.messages import PromptScores
 from pagerelay.common.wire.sampling import SamplingParams, TokenDelta, TokenLogprobs
 
+MAX_PREEMPTIONS = 64
+"""A request preempted this often ends in an error instead of going round for ever."""
+
 
 @dataclass(frozen=True, slots=True)
 class FlowSettings:

@@ -40,7 +40,7 @@ field                            what happens
 ``stream``, ``stream_options``   honoured; options (``include_usage``) only beside ``stream: true``
 ``presence_penalty``,            honoured, -2 to 2: subtracted from the logits of tokens in the answer, the
 ``frequency_penalty``            latter as often as they are there
-``repetition_penalty``           honoured, above 0 to 100: divides the logits of tokens in prompt and answer
+``repetition_penalty``           honoured, 0.01 to 100: divides the logits of tokens in prompt and answer
 ``logit_bias``                   honoured: token id → -100 to 100, at most 1,024
 ``bad_words``                    honoured: at most 128 texts whose tokens never come in that order
 ``allowed_token_ids``            honoured: nothing else comes; at most 16,384
@@ -149,7 +149,7 @@ class Common(Struct, frozen=True, kw_only=True):
 
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1024)] | None = None
     bad_words: Annotated[list[BadWord], Meta(max_length=128)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=16384)] | None = None

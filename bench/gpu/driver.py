@@ -64,7 +64,7 @@ class Driver:
         common = {
             "request_id": name,
             "attempt": 1,
-            "order": len(self._asked) + 1,
+            "age_s": 0.0,
             "token_ids": prompt,
             "sampling": sampling,
             "first_index": 0,

@@ -1,5 +1,5 @@
 """Whole steps of an 8B model with random weights, as a worker runs them: prefill, decode with and without
-graphs, and the host's time for a step."""
+graphs, and the host's time for a step, of a model alone and of an engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 
 from pagerelay.bench.gpu.bench import Bench, copy_gb_s, matmul_tflop_s
 from pagerelay.bench.gpu.models import make_folder, random_model
-from pagerelay.common.kv.pool import DTYPES
+from pagerelay.bench.gpu.stepping import PlainMemory, steps_of_an_engine
+from pagerelay.common.kv.pool import KvPool
 from pagerelay.common.model.batch import Batch, Row, build_batch
 from pagerelay.common.model.feed import Feed
 from pagerelay.common.model.graphs import CudaCapture
@@ -38,10 +39,8 @@ def model_steps(bench: Bench) -> None:
     batches = bench.sized([(1, 1024), (1, 4096), (16, 1024), (16, 4096), (64, 1024), (64, 4096)], [(2, 20)])
     num_blocks = max(batch * (context // BLOCK_SIZE + 1) for batch, context in batches)
     layout = facts.layout(BLOCK_SIZE)
-    pool = torch.zeros(num_blocks * layout.block_bytes, dtype=torch.uint8, device=bench.device)
-    pool = pool.view(DTYPES[facts.dtype]).view(
-        num_blocks, facts.num_layers, 2, facts.num_kv_heads, BLOCK_SIZE, facts.head_dim
-    )
+    memory = torch.zeros(num_blocks * layout.block_bytes, dtype=torch.uint8, device=bench.device)
+    pool = KvPool(PlainMemory(memory), layout).tensor
     for rows, before in bench.sized(((4096, 0), (2048, 0), (512, 8192)), ((9, 0),)):
         bench.go_on()
         step = build_batch([_row(rows, before, 0)], BLOCK_SIZE, 1)
@@ -64,6 +63,8 @@ def model_steps(bench: Bench) -> None:
         for batch, context in batches:
             bench.go_on()
             _decode(bench, runner, pool, batch, context, recorded, copy, weights, eager, layout.block_bytes)
+    bench.go_on()
+    steps_of_an_engine(bench, runner, facts, KvPool(PlainMemory(memory), layout))
 
 
 def _packed(runner: ModelRunner) -> list[torch.Tensor]:

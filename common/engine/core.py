@@ -13,29 +13,26 @@ import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-from pagerelay.common.engine.drafting import Drafting, Speculation
+from pagerelay.common.engine.drafting import Drafting
+from pagerelay.common.engine.flight import Flight, Launcher, in_flight
+from pagerelay.common.engine.parts import EngineLimits, Outbox, StepStats
 from pagerelay.common.engine.scheduler import Scheduler
 from pagerelay.common.engine.sequence import Sequence
-from pagerelay.common.engine.wishes import Wish, answer, constrain, wish_of
+from pagerelay.common.engine.wishes import Wish, constrain, wish_of
 from pagerelay.common.grammar import Grammars
 from pagerelay.common.hashing import PrefixHasher
 from pagerelay.common.kv.blocks import BlockPool, Holder, PrefixCache
 from pagerelay.common.kv.pool import KvPool
-from pagerelay.common.model.batch import Batch, Row, build_batch
-from pagerelay.common.model.device_sampler import sampler_for
 from pagerelay.common.model.runner import ModelFacts, ModelRunner
 from pagerelay.common.states import Machine
 from pagerelay.common.wire.account import BlockCounts
 from pagerelay.common.wire.messages import (
     DecodeJob,
     Failed,
-    Message,
     PrefillJob,
     PromptScores,
 )
-from pagerelay.common.wire.sampling import named_tokens
 
 NUM_REMEMBERED = 4096
 """Requests and leases of the past that are remembered."""
@@ -51,36 +48,6 @@ def _ignored(kind: str, reason: str) -> None:
     pass
 
 
-@dataclass(slots=True)
-class StepStats:
-    """What one step did, for metrics."""
-
-    num_seqs: int = 0
-    num_prefill_tokens: int = 0
-    sampled: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    """Guessed tokens, and those of them that were kept."""
-
-
-@dataclass(slots=True)
-class EngineLimits:
-    block_size: int
-    max_num_seqs: int
-    max_batch_tokens: int
-    prefix_cache: bool = True
-    speculation: Speculation | None = None
-
-
-@dataclass(slots=True)
-class Outbox:
-    """Messages that an engine wants sent, in order: to routers by id, to decode workers by their link's
-    identity."""
-
-    to_router: list[tuple[str, Message]] = field(default_factory=list)
-    to_peer: list[tuple[bytes, Message]] = field(default_factory=list)
-
-
 class EngineCore(ABC):
     """Shared machinery; what a finished prompt or token means is the subclasses' business."""
 
@@ -91,11 +58,11 @@ class EngineCore(ABC):
         self.pool = pool
         self.blocks = BlockPool(pool.num_blocks, PrefixCache() if limits.prefix_cache else None)
         self.max_model_len = min(facts.max_model_len, pool.num_blocks * limits.block_size)
-        self._runner = runner
-        self._sample = sampler_for(runner.ops)
         self._grammars = Grammars(facts.folder, facts.vocab_size, facts.eos_token_ids)
         speculation, eos = limits.speculation, facts.eos_token_ids
         drafting = Drafting(speculation, eos, self.max_model_len) if speculation is not None else None
+        # Guesses follow the last token, so they have to know it.
+        self._launcher = Launcher(runner, pool, limits.block_size, limits.step_ahead and drafting is None)
         self.scheduler = Scheduler(
             self.blocks,
             PrefixHasher(facts.digest, limits.block_size),
@@ -110,10 +77,13 @@ class EngineCore(ABC):
         self.num_copied_blocks = 0
         """Shared ones, before somebody wrote to them."""
         self.written: int | None = None
-        """The pool's newest mark: what all steps until now have written has its number, or an older one."""
+        """The pool's mark of the step that was applied last."""
         self._outbox = Outbox()
         self._by_request: dict[str, Sequence] = {}
-        self._in_step: list[Sequence] = []
+        self._flights: list[Flight] = []
+        """Steps that the model was given and that are not applied yet, oldest first."""
+        self._suspending: set[str] = set()
+        """Requests to be suspended when no step holds them: until then none is begun ahead."""
         self._past: OrderedDict[str, int] = OrderedDict()
         """Requests that have left or were taken back before they came, with their attempt: what is said of
         them again, or late, finds nobody."""
@@ -134,67 +104,75 @@ class EngineCore(ABC):
     # ------------------------------------------------------------------ one step
 
     def step(self) -> bool:
-        """Computes one step if there is anything to do; tells whether there was."""
+        """Applies one step if there is anything to do; tells whether there was. On a device the next one is
+        begun before this one's tokens are waited for."""
+        if not self._flights and not self._begin():
+            return False
+        self._begin()
+        self._finish(self._flights[0])
+        return True
+
+    def _begin(self) -> bool:
+        """Plans a step and gives it to the model, behind one that runs only where that is possible; tells
+        whether there was one."""
         with self.lock:
-            plan = self.scheduler.plan()
-            self._in_step = [seq for seq, _ in plan]
-            for seq in self._in_step:
-                seq.in_step = True
+            behind = self._flights[-1] if self._flights else None
+            if behind is not None and not self._goes_behind(behind):
+                return False
+            flight = Flight([self._planned(seq, count) for seq, count in self.scheduler.plan()])
+            if flight.wishes:
+                self._flights.append(flight)
             news = bool(self._outbox.to_router)
         if news:
             self.on_planned()
-        if not plan:
+        if not flight.wishes:
             return False
         with self.lock:
-            batch, wishes = self._build(plan)
-        self._copy_shared([seq for seq, _ in plan if seq.copied_block is not None])
-        logits = self._runner.run(batch, self.pool.tensor)
-        self.written = self.pool.mark_written()
-        constrain(wishes, self._grammars)  # while a GPU computes
-        answer(logits, wishes, self._sample)
-        self._computed(plan)
-        with self.lock:
-            self.pool.settle()
-            self._apply(wishes)
+            batch = self._launcher.build(flight, behind)
+        self.num_copied_blocks += self._launcher.copy_shared(flight)
+        self._launcher.launch(flight, batch)
         return True
 
-    def _build(self, plan: list[tuple[Sequence, int]]) -> tuple[Batch, list[Wish]]:
-        wishes = [wish_of(seq, count, self.facts.eos_token_ids) for seq, count in plan]
-        rows = [
-            Row(
-                token_ids=seq.token_ids[seq.num_computed : seq.num_computed + count] + seq.draft,
-                start=seq.num_computed,
-                block_ids=seq.block_ids,
-                num_logits=wish.num_logits,
-            )
-            for (seq, count), wish in zip(plan, wishes, strict=True)
-        ]
-        return build_batch(rows, self.limits.block_size, self._runner.ops.min_rows), wishes
+    def _goes_behind(self, flight: Flight) -> bool:
+        """May a step be planned while this one runs? Not where its tokens decide what the next one is, nor
+        where somebody would have to be preempted, whose blocks would not come back at once."""
+        return self._launcher.ahead and flight.plain and self.scheduler.has_room and not self._suspending
 
-    def _copy_shared(self, writers: list[Sequence]) -> None:
-        """What others compute with too becomes their own, before the step writes to it."""
-        if writers:
-            sources = [seq.copied_block for seq in writers if seq.copied_block is not None]
-            self.pool.copy(sources, [seq.block_ids[-1] for seq in writers])
-            self.num_copied_blocks += len(writers)
-        for seq in writers:
-            seq.copied_block = None
+    def _planned(self, seq: Sequence, count: int) -> Wish:
+        wish = wish_of(seq, count, self.facts.eos_token_ids)
+        wish.pending = int(bool(wish.requests) and self._goes_on(seq))
+        seq.queued += count
+        seq.pending += wish.pending
+        return wish
+
+    def _finish(self, flight: Flight) -> None:
+        """Waits for the tokens of the oldest step and applies it."""
+        constrain(flight.wishes, self._grammars)  # while a GPU computes
+        self._launcher.land(flight)
+        self._computed([(wish.seq, wish.count) for wish in flight.wishes])
+        with self.lock:
+            self.written = flight.mark
+            self.pool.settle(flight.mark)
+            self._apply(flight.wishes)
+            self._flights.pop(0)
 
     def _apply(self, wishes: list[Wish]) -> None:
         self.stats = StepStats(
             num_seqs=len(wishes),
             num_prefill_tokens=sum(w.count for w in wishes if w.seq.num_computed < w.seq.num_given),
         )
-        for wish in wishes:
-            self.stats.sampled += self._apply_one(wish)
-            self._in_step.pop(0)  # should applying one raise, it and those after it fail, not those before
+        while wishes:
+            self.stats.sampled += self._apply_one(wishes[0])
+            del wishes[0]  # should applying one raise, it and those after it fail, not those before
 
     def _apply_one(self, wish: Wish) -> int:
         """Returns the number of tokens that it got."""
         seq = wish.seq
-        seq.in_step = False
+        seq.queued -= wish.count
+        seq.pending -= wish.pending
         if seq.doomed:
-            self._give_back(seq)
+            if not seq.in_step:
+                self._give_back(seq)
             return 0
         if wish.failure is not None:
             self._fail(seq, "grammar_failed", wish.failure, retryable=False)
@@ -225,11 +203,14 @@ class EngineCore(ABC):
         return number
 
     def fail_step(self, message: str) -> int:
-        """A step raised: every request in it fails (and may be tried elsewhere), the engine goes on."""
+        """A step raised: every request in it, and in one begun before or behind it, fails (and may be tried
+        elsewhere), the engine goes on."""
         with self.lock:
-            hit, self._in_step = self._in_step, []
+            hit, self._flights = in_flight(self._flights), []
+            # What was launched of them may still write their blocks: whoever gets these waits for that.
+            self.pool.settle(self.pool.mark_written())
             for seq in hit:
-                seq.in_step = False
+                seq.queued = seq.pending = 0
                 if seq.doomed:
                     self._give_back(seq)
                     continue
@@ -270,16 +251,8 @@ class EngineCore(ABC):
             first_index=job.first_index,
             machine=machine,
         )
-        if not 1 <= seq.num_tokens <= self.max_model_len:
-            message = f"{seq.num_tokens} tokens do not fit this worker's limit of {self.max_model_len}"
-            self._tell_failed(seq, "too_long", message, retryable=False)
-            return None
-        named = (*seq.token_ids, *named_tokens(seq.sampling))
-        least, most, vocab_size = min(named), max(named), self.facts.vocab_size
-        if least < 0 or most >= vocab_size:
-            # It would fail the step it is in, and with it everybody else there.
-            message = f"token ids from {least} to {most}, the vocabulary has {vocab_size}"
-            self._tell_failed(seq, "bad_job", message, retryable=False)
+        if (misfit := seq.misfit(self.max_model_len, self.facts.vocab_size)) is not None:
+            self._tell_failed(seq, *misfit, retryable=False)
             return None
         self._by_request[job.request_id] = seq
         if seq.sampling.grammar is not None:
@@ -344,6 +317,10 @@ class EngineCore(ABC):
     def _short(self, seq: Sequence) -> bool:
         """A block is missing for it; see ``Scheduler``."""
 
+    def _goes_on(self, seq: Sequence) -> bool:
+        """Will it be computed here after the token that it is about to sample, unless that one is its end?"""
+        return not seq.ends_at(seq.next_index + seq.pending, self.max_model_len)
+
     def _computed(self, plan: list[tuple[Sequence, int]]) -> None:  # noqa: B027 - a hook, nothing by default
         """The step's KV is written and not applied yet. The lock is not held: for work on its bytes."""
 
@@ -392,7 +369,7 @@ class EngineCore(ABC):
     def _leaving(self) -> list[Sequence]:
         """Sequences that no request is known by and whose blocks somebody still touches: they have left, or
         are beams beside the first."""
-        return [seq for seq in self._in_step if seq.doomed]
+        return [seq for seq in in_flight(self._flights) if seq.doomed]
 
     # ------------------------------------------------------------------ reading
 

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 from msgspec.structs import replace
 
-from pagerelay.common.engine.core import NUM_REMEMBERED, EngineCore, EngineLimits
+from pagerelay.common.engine.core import NUM_REMEMBERED, EngineCore
+from pagerelay.common.engine.parts import EngineLimits
 from pagerelay.common.engine.sequence import Sequence
 from pagerelay.common.kv.memory import Bytes
 from pagerelay.common.kv.pool import KvPool

@@ -131,21 +131,21 @@ class Scheduler:
         self._admit()
         chosen: list[tuple[Sequence, int]] = []
         for sequence in list(self.running):
-            if sequence.num_remaining == 1 and sequence in self.running and self._has_room(sequence):
+            if sequence.num_due == 1 and sequence in self.running and self._has_room(sequence):
                 chosen.append((sequence, 1))
         # Someone chosen may have been preempted by someone chosen later only if it was younger: drop those.
         chosen = [(sequence, count) for sequence, count in chosen if sequence in self.running]
-        prompts = [sequence for sequence in self.running if sequence.num_remaining > 1]
+        prompts = [sequence for sequence in self.running if sequence.num_due > 1]
         if prompts:
             budget = max(self._max_batch_tokens - len(chosen), self._max_batch_tokens // 4, 1)
-            first, rest = prompts[0], sorted(prompts[1:], key=lambda s: (s.num_remaining, s.order))
+            first, rest = prompts[0], sorted(prompts[1:], key=lambda s: (s.num_due, s.order))
             share = budget if not rest else max(1, budget // 2)
-            counts = {id(first): min(first.num_remaining, share)}
+            counts = {id(first): min(first.num_due, share)}
             budget -= counts[id(first)]
             for sequence in rest:
-                counts[id(sequence)] = min(sequence.num_remaining, budget)
+                counts[id(sequence)] = min(sequence.num_due, budget)
                 budget -= counts[id(sequence)]
-            counts[id(first)] += min(first.num_remaining - counts[id(first)], budget)
+            counts[id(first)] += min(first.num_due - counts[id(first)], budget)
             for sequence in prompts:
                 if sequence.scores_prompt:
                     counts[id(sequence)] = min(counts[id(sequence)], MAX_SCORED_ROWS)
@@ -184,9 +184,7 @@ class Scheduler:
             del sequence.block_ids[-len(spare) :]
 
     def _has_room(self, sequence: Sequence) -> bool:
-        while (
-            missing := len(sequence.block_ids) < self.blocks_for(sequence.num_tokens)
-        ) or self._blocks.is_shared(sequence.block_ids[-1]):
+        while (missing := self._num_missing(sequence) > 0) or self._blocks.is_shared(sequence.block_ids[-1]):
             if self._blocks.available:
                 if not missing:
                     sequence.copied_block = sequence.block_ids.pop()
@@ -195,3 +193,13 @@ class Scheduler:
             elif not self._on_short(sequence) or sequence not in self.running:
                 return False
         return True
+
+    def _num_missing(self, sequence: Sequence) -> int:
+        return max(0, self.blocks_for(sequence.num_tokens + sequence.pending) - len(sequence.block_ids))
+
+    @property
+    def has_room(self) -> bool:
+        """Will the next :meth:`plan` find a block for all that need one, so that nobody has to go?"""
+        decoding = [sequence for sequence in self.running if sequence.num_due == 1]
+        shared = sum(self._blocks.is_shared(sequence.block_ids[-1]) for sequence in decoding)
+        return self._blocks.available >= shared + sum(map(self._num_missing, decoding))

@@ -9,7 +9,7 @@ from pagerelay.common.grammar import Matcher
 from pagerelay.common.kv.blocks import Holder
 from pagerelay.common.model.logits import SampleRequest
 from pagerelay.common.states import Machine
-from pagerelay.common.wire.sampling import FinishReason, SamplingParams, TokenLogprobs
+from pagerelay.common.wire.sampling import FinishReason, SamplingParams, TokenLogprobs, named_tokens
 
 if TYPE_CHECKING:
     from pagerelay.common.engine.drafting import Drafter
@@ -34,7 +34,6 @@ class Sequence:
         "drafter",
         "first_index",
         "holder",
-        "in_step",
         "keys",
         "logprobs",
         "machine",
@@ -45,6 +44,8 @@ class Sequence:
         "num_known_blocks",
         "order",
         "owner",
+        "pending",
+        "queued",
         "request_id",
         "sampling",
         "token_ids",
@@ -97,8 +98,11 @@ class Sequence:
         place."""
         self.width = 1
         """Sequences that it is, or will soon become."""
-        self.in_step = False
-        """Its blocks are being read and written by the running step: they may not be given back yet."""
+        self.queued = 0
+        """Tokens whose KV is being computed by steps that are not applied yet."""
+        self.pending = 0
+        """Tokens that these steps sample and that it goes on from: part of ``token_ids`` once they are
+        known."""
         self.doomed = False
         """Removed while in a step; its blocks are given back when the step has ended."""
 
@@ -112,8 +116,18 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
     @property
+    def num_due(self) -> int:
+        """Tokens whose KV no step has been given yet."""
+        return self.num_remaining + self.pending - self.queued
+
+    @property
+    def in_step(self) -> bool:
+        """Its blocks are being read and written: they may not be given back yet."""
+        return self.queued > 0
+
+    @property
     def next_index(self) -> int:
-        """Output position of the next token to be sampled."""
+        """Output position of the token after those that are here."""
         return self.first_index + len(self.token_ids) - self.num_given
 
     @property
@@ -126,6 +140,15 @@ class Sequence:
         """Are the prompt's log-probabilities wanted, and not told by an earlier attempt?"""
         return self.sampling.prompt_logprobs is not None and self.first_index == 0
 
+    def misfit(self, max_model_len: int, vocab_size: int) -> tuple[str, str] | None:
+        """Why it cannot be computed here: an error's code and message. In a step it would fail everybody."""
+        if not 1 <= self.num_tokens <= max_model_len:
+            return "too_long", f"{self.num_tokens} tokens do not fit this worker's limit of {max_model_len}"
+        named = (*self.token_ids, *named_tokens(self.sampling))
+        if min(named) < 0 or max(named) >= vocab_size:
+            return "bad_job", f"token ids from {min(named)} to {max(named)}, the vocabulary has {vocab_size}"
+        return None
+
     def finish_reason(self, token: int, index: int, eos: Seq[int], max_model_len: int) -> FinishReason | None:
         """Does ``token`` at output position ``index``, already appended, end the answer? Those of beams end
         with the search."""
@@ -136,13 +159,15 @@ class Sequence:
             return "stop"  # nothing may follow
         if index + 1 >= params.min_tokens and token in self.stops(eos):
             return "stop"
-        if index + 1 >= params.max_tokens or len(self.token_ids) >= max_model_len:
-            return "length"
-        return None
+        return "length" if self.ends_at(index, max_model_len) else None
+
+    def ends_at(self, index: int, max_model_len: int) -> bool:
+        """Is there no room for another token after output position ``index``?"""
+        return index + 1 >= self.sampling.max_tokens or self.num_prompt + index + 1 >= max_model_len
 
     def sample_request(self, eos: Seq[int], guessed: Seq[int] = ()) -> SampleRequest:
-        """For the token after those here and ``guessed``."""
-        index = self.next_index + len(guessed)
+        """For the token after those here, pending and ``guessed``."""
+        index = self.next_index + self.pending + len(guessed)
         if not self.sampling.changes_logits:
             return SampleRequest(self.sampling, index, self._forbidden(index, eos))
         return SampleRequest(

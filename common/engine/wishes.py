@@ -19,13 +19,14 @@ from pagerelay.common.wire.sampling import TokenLogprobs
 
 @dataclass(slots=True)
 class Wish:
-    """Of one sequence, of which the step computes ``count`` tokens and its draft.
+    """Of one sequence, of which the step computes ``count`` tokens, from position ``start``, and its draft.
 
     Its rows of the logits are those that say how likely the prompt's tokens ``scored`` were, then one for
     each of ``requests``: for the token after the last, and those after each token of the draft.
     """
 
     seq: Sequence
+    start: int
     count: int
     scored: Seq[int]
     requests: list[SampleRequest]
@@ -35,6 +36,17 @@ class Wish:
     scores: list[TokenLogprobs] = field(default_factory=list)
     failure: str | None = None
     """Why its grammar cannot be followed: it gets no token."""
+
+    pending: int = 0
+    """1 where the sequence goes on from the token that is sampled, as far as can be known before it is."""
+
+    @property
+    def plain(self) -> bool:
+        """Is a token all that is wanted, and is the next one a function of it by the KV alone?"""
+        params = self.seq.sampling
+        if self.scored or self.seq.draft or params.beam_width:
+            return False
+        return not self.requests or not (params.changes_logits or params.logprobs is not None)
 
     @property
     def num_logits(self) -> int:
@@ -50,12 +62,13 @@ class Wish:
 
 def wish_of(seq: Sequence, count: int, eos: Seq[int]) -> Wish:
     """A step computes ``count`` of its tokens; if these are all, the next token is sampled."""
-    after = seq.num_computed + count
+    start = seq.num_computed + seq.queued
+    after = start + count
     requests = []
-    if count == seq.num_remaining:
+    if count == seq.num_due:
         requests = [seq.sample_request(eos, seq.draft[:guessed]) for guessed in range(len(seq.draft) + 1)]
-    scored = seq.token_ids[seq.num_computed + 1 : min(after + 1, seq.num_given)] if seq.scores_prompt else ()
-    return Wish(seq, count, scored, requests)
+    scored = seq.token_ids[start + 1 : min(after + 1, seq.num_given)] if seq.scores_prompt else ()
+    return Wish(seq, start, count, scored, requests)
 
 
 def constrain(wishes: Seq[Wish], grammars: Grammars) -> None:

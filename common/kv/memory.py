@@ -49,18 +49,13 @@ class DeviceMemory(Protocol):
         ``Ready``."""
         ...
 
-    def settle(self) -> None:
-        """The step that was marked last has been applied: blocks that are given back from now on may be
-        written by others once its mark has passed."""
-        ...
-
-    @property
-    def last_mark(self) -> int | None:
-        """CUDA event of the newest mark: what was announced until now can be read once it has passed."""
+    def settle(self, mark: int) -> None:
+        """The step that was marked so has been applied: what is announced from now on can be read, and blocks
+        that are given back can be written by others, once its mark has passed."""
         ...
 
     @property
     def settled_mark(self) -> int | None:
-        """CUDA event after which free blocks can be written. It passed long ago where steps are waited for,
-        and is never that of a step that has still to be applied."""
+        """CUDA event after which announced blocks can be read and free ones written. It passed long ago where
+        steps are waited for, and is never that of a step that has still to be applied."""
         ...

@@ -48,10 +48,11 @@ class KvPool:
         can wait for it. ``None`` where a step that has returned is done."""
         return None if self._device is None else self._device.mark_written()
 
-    def settle(self) -> None:
-        """Before blocks of the step that was marked last are given back; see :class:`DeviceMemory`."""
-        if self._device is not None:
-            self._device.settle()
+    def settle(self, mark: int | None) -> None:
+        """Before what the step marked so has computed is announced, or blocks of it are given back; see
+        :class:`DeviceMemory`."""
+        if self._device is not None and mark is not None:
+            self._device.settle(mark)
 
 
 def check_fits(num_blocks: int, block_size: int) -> None:

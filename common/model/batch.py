@@ -40,6 +40,8 @@ class Batch:
     query_starts: torch.Tensor
     logits_rows: torch.Tensor
     num_logits: int
+    late_ids: torch.Tensor | None = None
+    """``[n]`` int64 on the model's device: what token ids below 0 stand for, −1 − k for the k-th of them."""
 
     def sent(self, feed: Feed) -> Batch:
         """The same on the model's device."""
@@ -47,7 +49,9 @@ class Batch:
             *(self.token_ids, self.positions, self.slots, self.tables),
             *(self.seq_lens, self.query_starts, self.logits_rows),
         )
-        return batch_of(feed.send([tensor.numpy() for tensor in tensors]), self.num_logits)
+        sent = batch_of(feed.send([tensor.numpy() for tensor in tensors]), self.num_logits)
+        fill_late(sent.token_ids, self.late_ids)
+        return sent
 
 
 def batch_of(tensors: Sequence[torch.Tensor], num_logits: int) -> Batch:
@@ -56,6 +60,13 @@ def batch_of(tensors: Sequence[torch.Tensor], num_logits: int) -> Batch:
     return Batch(
         token_ids, positions, slots, tables, seq_lens, query_starts, logits_rows, num_logits=num_logits
     )
+
+
+def fill_late(token_ids: torch.Tensor, late_ids: torch.Tensor | None) -> None:
+    """Puts, in place and on the device, the late ids where ``token_ids`` stands for one."""
+    if late_ids is not None:
+        known = late_ids[(~token_ids).clamp_(min=0)]
+        torch.where(token_ids < 0, known, token_ids, out=token_ids)
 
 
 def build_batch(rows: Sequence[Row], block_size: int, min_rows: int) -> Batch:

@@ -7,6 +7,8 @@ in one copy, and their tokens come back in one, which is the step's only wait fo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,17 +26,48 @@ def sampler_for(ops: PagedOps) -> Sampler:
     return DeviceSampler(ops) if isinstance(ops, SamplingOps) else sample
 
 
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Token ids ``[rows]`` on the device, and their copy on the host, which is there once ``copied`` has
+    passed."""
+
+    ids: torch.Tensor
+    host: torch.Tensor
+    copied: Any = None
+
+    @classmethod
+    def of(cls, ids: torch.Tensor) -> Chosen:
+        if ids.device.type != "cuda":
+            return cls(ids, ids)
+        host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
+        host.copy_(ids, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+        return cls(ids, host, copied)
+
+    def read(self) -> list[int]:
+        """Waits for the device until they are chosen, and for nothing that was queued after that."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        tokens: list[int] = self.host.tolist()
+        return tokens
+
+
 class DeviceSampler:
     def __init__(self, ops: SamplingOps) -> None:
         self._ops = ops
         self._feed: Feed | None = None
 
-    @torch.inference_mode()
     def __call__(self, logits: torch.Tensor, requests: Sequence[SampleRequest]) -> list[int]:
         """As ``sampler.sample``: one token id per row of ``logits`` ``[len(requests), vocab]``, which it may
         write to."""
+        return self.queue(logits, requests).read()
+
+    @torch.inference_mode()
+    def queue(self, logits: torch.Tensor, requests: Sequence[SampleRequest]) -> Chosen:
+        """The same, without waiting for the device."""
         if not requests:
-            return []
+            return Chosen(*[torch.empty(0, dtype=torch.int64)] * 2)
         if self._feed is None or self._feed.device != logits.device:
             self._feed = Feed(logits.device)
         params = [request.params for request in requests]
@@ -54,5 +87,4 @@ class DeviceSampler:
                     np.asarray(numbers, dtype=np.float64),
                 ]
             )
-            tokens: list[int] = self._ops.choose(logits, *wishes).tolist()
-        return tokens
+            return Chosen.of(self._ops.choose(logits, *wishes))

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagerelay.common.model.batch import Batch, batch_of
+from pagerelay.common.model.batch import Batch, batch_of, fill_late
 from pagerelay.common.model.feed import Feed, packed_bytes, views
 
 LARGEST = 256
@@ -108,7 +108,8 @@ class DecodeGraphs:
         sequences = batch.seq_lens.numel()
         size = min(size for size in self._graphs if size >= sequences)
         graph = self._graphs[size]
-        self._feed.send(padded(batch, size, self._max_blocks), graph.packed)
+        token_ids, *_ = self._feed.send(padded(batch, size, self._max_blocks), graph.packed)
+        fill_late(token_ids, batch.late_ids)
         graph.replay()
         return self._logits[:sequences]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from pagerelay.common.config import DEFAULT_GPU_MEMORY_UTILIZATION, Config
-from pagerelay.common.engine.core import EngineLimits
 from pagerelay.common.engine.drafting import Speculation
+from pagerelay.common.engine.parts import EngineLimits
 from pagerelay.common.errors import CudaError, StartupError
 from pagerelay.common.kv.memory import DeviceMemory
 from pagerelay.common.kv.pool import KvPool, check_fits
@@ -98,7 +98,7 @@ def _build_on_gpu(
     if (reason := ops.unsupported(facts.head_dim)) is not None:
         raise StartupError(f"model {folder}: {reason}")
     layout = facts.layout(config.cache.block_size)
-    limits = _limits(config, GPU_BATCH_TOKENS)
+    limits = replace(_limits(config, GPU_BATCH_TOKENS), step_ahead=settings.step_ahead)
     runner = ModelRunner(folder, ops, dtype=facts.dtype, feed=Feed(cuda.torch_device), load=load)
     sizes = [] if settings.enforce_eager else graph_sizes(limits.max_num_seqs)
     num_blocks = config.cache.num_blocks

@@ -20,8 +20,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from pagerelay.common.config import Config
-from pagerelay.common.engine.core import Outbox
 from pagerelay.common.engine.leasing import Leasing, LeasingEngine
+from pagerelay.common.engine.parts import Outbox
 from pagerelay.common.errors import PagerelayError
 from pagerelay.common.service.build import Parts
 from pagerelay.common.service.data_link import DataLink

@@ -33,9 +33,8 @@ class CudaPool:
         self.nonce = secrets.token_hex(16)
         self._marks: list[int] = []
         self._next = 0
-        # Written by the engine's thread, read by any: each is one assignment.
-        self.last_mark: int | None = None
         self.settled_mark: int | None = None
+        """Written by the engine's thread, read by any."""
         need, (free, total) = self.allocated_bytes, runtime.memory_info()
         try:
             self.pointer = runtime.malloc(need)
@@ -83,11 +82,10 @@ class CudaPool:
         self._runtime.event_synchronize(event)
         self._runtime.event_record(event, self._runtime.compute_stream())
         self._next = (index + 1) % len(self._marks)
-        self.last_mark = event
         return index
 
-    def settle(self) -> None:
-        self.settled_mark = self.last_mark
+    def settle(self, mark: int) -> None:
+        self.settled_mark = self._marks[mark]
 
     def export(self) -> tuple[bytes, tuple[bytes, ...]]:
         """Handles of the memory and of the marks. Raises :class:`CudaError` where there is no CUDA IPC."""
@@ -106,7 +104,7 @@ class CudaPool:
         them open, and freeing them then is undefined."""
         marks, self._marks = self._marks, []
         pointer, self.pointer = self.pointer, 0
-        self.last_mark = self.settled_mark = None
+        self.settled_mark = None
         if not free:
             return
         for event in marks:

@@ -56,13 +56,13 @@ class PinnedStaging:
                     await asyncio.wait([working])
 
     async def frames(self, blocks: DeviceBlocks, ids: Sequence[int]) -> list[memoryview]:
-        """These blocks of our own pool as frames for the wire, as the newest mark leaves them."""
+        """These blocks of our own pool as frames for the wire, as the step applied last leaves them."""
         return [frame.data for frame in await self.run(partial(self.read, blocks, ids))]
 
     def read(self, blocks: DeviceBlocks, ids: Sequence[int]) -> list[Bytes]:
         """Copies of these blocks, one array each."""
         ring = self._buffers(blocks.block_bytes)
-        self._wait_for(blocks.memory.last_mark if blocks.memory is not None else None)
+        self._wait_for(blocks.memory.settled_mark if blocks.memory is not None else None)
         due: deque[Buffer] = deque()
         frames: list[Bytes] = []
         try:

@@ -66,7 +66,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, gc=False, omit_defaults=
     stop_token_ids: tuple[TokenId, ...] = ()
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
     logit_bias: tuple[tuple[TokenId, Annotated[float, Meta(ge=-100, le=100)]], ...] = ()
     bad_words: tuple[tuple[TokenId, ...], ...] = ()
     allowed_token_ids: tuple[TokenId, ...] = ()

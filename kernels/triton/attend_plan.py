@@ -68,8 +68,13 @@ def plan_attention(
     else:  # a warpgroup's wgmma takes 64 rows; on sm_80 wider tiles spill
         target, warps = (128 if padded <= 128 else 64), 8
         tile = 64 if arch >= 90 and padded <= 128 else 32
+        if arch < 90 and padded > 128:  # two tiles of 32 and the query outgrow that family's smaller devices
+            tile = 16
     rows = 1 if decode and not deterministic else max(1, target // group)
     m = max(target, power_of_2(rows * group))
+    stages = 3 if tile * row_bytes <= 16 << 10 else 2
+    if target == 64 and tile == 16:  # one tile's products are over before the next one is there
+        stages = 4
     return AttendPlan(
         rows=rows,
         m=m,
@@ -77,5 +82,5 @@ def plan_attention(
         tile=tile,
         split_tiles=FIXED_SPLIT_TOKENS // tile if deterministic else 0,
         warps=8 if m >= 128 else warps,
-        stages=3 if tile * row_bytes <= 16 << 10 else 2,
+        stages=stages,
     )

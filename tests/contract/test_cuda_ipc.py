@@ -98,8 +98,7 @@ async def test_blocks_that_are_given_back_are_written_after_their_last_use(
     pair = await make_pair(way)
     own = pair.into.memory
     pair.reader_cuda.launch(lambda: pair.target.__setitem__([0, 1], 5))
-    own.mark_written()
-    own.settle()
+    own.settle(own.mark_written())
     await pair.fetch([2, 3], [0, 1])
     pair.reader_cuda.stream_synchronize(pair.reader_cuda.compute)
     assert (pair.target[[0, 1]] == pair.source[[2, 3]]).all()
@@ -107,8 +106,7 @@ async def test_blocks_that_are_given_back_are_written_after_their_last_use(
 
 async def test_a_fetch_does_not_wait_for_the_step_that_runs(pair: Pair) -> None:
     own = pair.into.memory
-    own.mark_written()
-    own.settle()
+    own.settle(own.mark_written())
     pair.reader_cuda.launch(lambda: pair.target.__setitem__(7, 5))
     own.mark_written()
     await pair.fetch([2], [0])
@@ -383,10 +381,10 @@ def test_a_pool_that_fails_half_made_leaves_nothing(machine: Machine, call: str)
 # ------------------------------------------------------------------ over TCP instead
 
 
-async def test_frames_are_as_the_gpus_last_mark_left_them(make_pair: MakePair) -> None:
+async def test_frames_are_as_the_step_applied_last_leaves_them(make_pair: MakePair) -> None:
     """A peer that cannot map the pool reads it over TCP: the same backend sends it."""
     pair = await make_pair("cuda_ipc")
-    queue_writes(pair, 9, 2)
+    pair.pool.settle(queue_writes(pair, 9, 2))
     frames = await pair.owner.frames(pair.peer.blocks, [2, 0])
     assert [frame.tobytes() for frame in frames] == [bytes([9]) * 64, pair.source[0].tobytes()]
     assert isinstance(pair.peer, HandLink)

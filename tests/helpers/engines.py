@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from pagerelay.common.engine.core import EngineCore, EngineLimits, Outbox
+from pagerelay.common.engine.core import EngineCore
 from pagerelay.common.engine.drafting import Speculation
 from pagerelay.common.engine.leasing import Leasing
+from pagerelay.common.engine.parts import EngineLimits, Outbox
 from pagerelay.common.kv.pool import KvPool
 from pagerelay.common.model.batch import Batch
 from pagerelay.common.model.runner import ModelFacts
@@ -175,8 +176,9 @@ def make_limits(
     max_batch_tokens: int = 16,
     prefix_cache: bool = True,
     speculation: Speculation | None = None,
+    step_ahead: bool = False,
 ) -> EngineLimits:
-    return EngineLimits(block_size, max_num_seqs, max_batch_tokens, prefix_cache, speculation)
+    return EngineLimits(block_size, max_num_seqs, max_batch_tokens, prefix_cache, speculation, step_ahead)
 
 
 def handle_for(lease: int, num_tokens: int, pool: KvPool) -> KvHandle:

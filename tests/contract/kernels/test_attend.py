@@ -71,6 +71,18 @@ def test_head_dims(ops: Any, device: str, head_dim: int, dtype: torch.dtype, row
     assert_close(step.attend(ops), step.expected())
 
 
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_as_sm_80_is_given_it(
+    make_triton: Callable[..., Any], device: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tiles are smaller; what they compute is the same."""
+    ops = make_triton()
+    monkeypatch.setattr(ops, "_device", lambda _: (80, 8))
+    step = make_step([33, 70], [33, 5], heads=8, kv_heads=2, head_dim=head_dim, dtype=BF16, device=device)
+    assert_close(step.attend(ops), step.expected())
+    assert_close(step.attend(ops, window=20), step.expected(window=20))
+
+
 @pytest.mark.parametrize("rows", [*range(1, 6), 15, 16, 17, 32, 33])
 def test_chunks_of_a_long_prompt(ops: Any, device: str, rows: int) -> None:
     step = make_step([rows + 50], [rows], heads=6, kv_heads=2, device=device)

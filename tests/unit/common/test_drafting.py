@@ -116,7 +116,7 @@ def test_none_before_the_first_token_and_none_within_a_step() -> None:
     seq.num_given = seq.num_tokens
     assert drafting().guesses(seq, 9) == []
     seq = decoding(REPEATED)
-    seq.in_step = True
+    seq.queued = 1
     assert drafting().guesses(seq, 9) == []
 
 

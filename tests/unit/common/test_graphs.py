@@ -81,7 +81,7 @@ def test_padding_writes_nowhere_and_has_no_length(recorder: Recorder) -> None:
     seen: list[Batch] = []
 
     def forward(batch: Batch) -> torch.Tensor:
-        seen.append(Batch(*(getattr(batch, name).clone() for name in batch.__slots__[:-1]), batch.num_logits))
+        seen.append(Batch(*(getattr(batch, name).clone() for name in batch.__slots__[:7]), batch.num_logits))
         return meaning(batch)
 
     made = DecodeGraphs(forward, Feed(CPU), [4], MAX_BLOCKS, recorder)

@@ -185,3 +185,30 @@ def test_min_tokens_on_a_models_logits() -> None:
 
 def test_nothing_to_sample() -> None:
     assert sample(torch.zeros(0, VOCAB), []) == []
+
+
+@pytest.mark.parametrize("penalty", [0.01, 100.0])
+@pytest.mark.parametrize("top_p", [5e-324, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 1e-5, 1e9])
+def test_the_most_that_may_be_asked_for_leaves_a_token(
+    penalty: float, top_p: float, temperature: float
+) -> None:
+    params = SamplingParams(
+        max_tokens=8,
+        temperature=temperature,
+        top_p=top_p,
+        min_p=1.0,
+        top_k=1,
+        presence_penalty=2.0,
+        frequency_penalty=-2.0,
+        repetition_penalty=penalty,
+        logit_bias=((3, 100.0), (5, -100.0)),
+        bad_words=((7,), (1, 2)),
+        allowed_token_ids=tuple(range(40)),
+    )
+    for scale in (1e-30, 1.0, 1e5):
+        logits = scale * torch.randn(2, 50, generator=torch.Generator().manual_seed(4))
+        request = SampleRequest(params, 3, forbidden=(0,), prompt=list(range(9)), output=[3, 1])
+        for token in sample(logits, [request, request]):
+            assert 0 < token < 40
+            assert token not in (2, 7)

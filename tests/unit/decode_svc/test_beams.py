@@ -26,7 +26,7 @@ from engines import (
 from handwork import Hands, Request
 from reference import BeamReference, ExpectedBeam
 
-from pagerelay.common.engine.core import Outbox
+from pagerelay.common.engine.parts import Outbox
 from pagerelay.common.model.batch import Batch
 from pagerelay.common.model.runner import ModelRunner, read_facts
 from pagerelay.common.model.tiny import make_tiny_model
@@ -34,7 +34,7 @@ from pagerelay.common.wire.messages import Beams, Failed, HandedOver, Hypothesis
 from pagerelay.kernels.torch_ops import TorchOps
 
 SIZE = 16
-STOPS = [2, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70]
+STOPS = [60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70]
 """Enough ids of the byte tokenizer for answers to end at different lengths."""
 
 
@@ -99,9 +99,10 @@ def test_transformers_answers(
     split: bool,
 ) -> None:
     engines = hands(runner, read_facts(folder, None), split=split)
-    for seed, stops in ((length, None), (length + 1, STOPS)):
+    eos = read_facts(folder, None).eos_token_ids
+    for seed, stops in ((length, None), (length + 1, [*eos, *STOPS])):
         ids = prompt(length, seed)
-        ending = {"ignore_eos": True} if stops is None else {"stop_token_ids": tuple(stops[1:])}
+        ending = {"ignore_eos": True} if stops is None else {"stop_token_ids": tuple(STOPS)}
         params = beams(width, 20, length_penalty=penalty, early_stopping=early, **ending)
         request = engines.submit(ids, params)
         engines.run()
@@ -126,9 +127,10 @@ def test_transformers_answers_with_changed_likelihoods(
     theirs: dict[str, Any],
 ) -> None:
     engines = hands(runner, read_facts(folder, None))
-    request = engines.submit(prompt(20), beams(3, 16, stop_token_ids=tuple(STOPS[1:]), **ours))
+    request = engines.submit(prompt(20), beams(3, 16, stop_token_ids=tuple(STOPS), **ours))
     engines.run()
-    assert_found(request, reference(prompt(20), 16, 3, STOPS, **theirs))
+    stops = [*read_facts(folder, None).eos_token_ids, *STOPS]
+    assert_found(request, reference(prompt(20), 16, 3, stops, **theirs))
 
 
 # ------------------------------------------------------------------ on a model that reads the KV it is given

@@ -25,6 +25,15 @@ def test_rows_fit_the_product(group: int, head_dim: int, itemsize: int, arch: in
         assert plan.min_split_tiles >= 1
 
 
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+def test_prefill_fits_every_device_of_the_sm_80_family(group: int, head_dim: int) -> None:
+    plan = plan_attention(group, head_dim, 2, False, arch=80)
+    row_bytes = 2 * power_of_2(head_dim)
+    query, weights = plan.m * row_bytes, plan.m * plan.tile * 2
+    assert query + weights + (plan.stages - 1) * 2 * plan.tile * row_bytes <= 99 << 10
+
+
 @pytest.mark.parametrize(("group", "head_dim", "itemsize", "arch"), SHAPES)
 def test_deterministic_mode_has_one_plan(group: int, head_dim: int, itemsize: int, arch: int) -> None:
     plan = plan_attention(group, head_dim, itemsize, True, True, arch)

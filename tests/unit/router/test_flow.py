@@ -22,7 +22,7 @@ from pagerelay.common.wire.messages import (
     Probe,
     Suspend,
 )
-from pagerelay.router.flow import MAX_PREEMPTIONS
+from pagerelay.router.journal import MAX_PREEMPTIONS
 
 PROMPT = [5, 6, 7]
 

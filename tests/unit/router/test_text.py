@@ -112,7 +112,7 @@ def test_too_long_is_refused_before_encoding(tokenizer: Tokenizer) -> None:
         lambda: tokenizer.encode("a" * 5_000_000, 8192),
         lambda: tokenizer.encode("🦜" * 1_250_000, 8192),
     ):
-        with pytest.raises(ContextLengthExceeded, match=r"at least \d+ tokens.*8192") as caught:
+        with pytest.raises(ContextLengthExceeded, match=r"8192 tokens.* at least \d+ ") as caught:
             call()
         assert caught.value.code == "context_length_exceeded"
     with pytest.raises(ContextLengthExceeded):

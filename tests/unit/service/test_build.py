@@ -142,6 +142,7 @@ def test_a_pool_on_a_gpu(tiny_dir: Path, folder: Path, transport: str, kind: typ
     assert cuda.view(parts.pool.blocks.at(3), size).any()
     assert not cuda.view(parts.pool.blocks.at(4), size).any()
     assert [parts.pool.mark_written() for _ in range(5)] == [0, 1, 2, 3, 0]
+    assert parts.limits.step_ahead
     parts.backend.close()
     machine.check()
     assert list(folder.iterdir()) == []
@@ -265,5 +266,6 @@ def test_a_host_pool_is_read_by_shared_memory(tiny_dir: Path) -> None:
     direct: TransferBackend = direct_backend(parts)
     assert type(direct) is ShmBackend
     assert parts.pool.mark_written() is None
+    assert not parts.limits.step_ahead
     direct.close()
     parts.backend.close()

@@ -19,6 +19,7 @@ from handwork import PEER, ROUTER, Hands, Request
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from late import LateDevice, LateRunner
 from msgspec import structs
 
 from pagerelay.common.engine.core import EngineCore
@@ -42,7 +43,9 @@ class Cluster(Hands):
         self.shapes = prefill_blocks, decode_blocks
         self.limits = limits
         self.starts = 0
-        self.runners = FakeRunner(), FakeRunner()
+        self.runners = [
+            LateRunner(LateDevice(eager=True)) if limits["step_ahead"] else FakeRunner() for _ in range(2)
+        ]
         super().__init__(self._new_prefill(), self._new_decode())
 
     def _new_prefill(self) -> Any:
@@ -111,6 +114,7 @@ class Machines(RuleBasedStateMachine):
         max_batch_tokens=st.sampled_from([32, 6, 4]),
         max_num_seqs=st.integers(1, 5),
         prefix_cache=st.booleans(),
+        step_ahead=st.booleans(),
     )
     def start(self, prefill_blocks: int, decode_blocks: int, **limits: Any) -> None:
         self.cluster = Cluster(prefill_blocks, decode_blocks, **limits)

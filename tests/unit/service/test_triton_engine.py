@@ -7,14 +7,17 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from engines import decode_engine, make_pool, prefill_engine
 from handwork import Hands
 
+from pagerelay.common.model import sampler
 from pagerelay.common.model.feed import Feed
 from pagerelay.common.model.graphs import CudaCapture
+from pagerelay.common.model.logits import SampleRequest
 from pagerelay.common.model.runner import ModelRunner, read_facts
 from pagerelay.common.model.tiny import make_tiny_model
 from pagerelay.common.wire.messages import SamplingParams
@@ -51,7 +54,13 @@ def on_host(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
-def served(folder: Path, runner: Any, recorded: bool = False) -> list[list[int]]:
+def served(
+    folder: Path,
+    runner: Any,
+    recorded: bool = False,
+    step_ahead: bool = False,
+    **wanted: Any,
+) -> list[list[int]]:
     """The prompts' ids by a prefill and a decode engine, all at once."""
     facts = read_facts(folder, None)
     pools = [make_pool(NUM_BLOCKS, BLOCK_SIZE, facts) for _ in range(2)]
@@ -65,6 +74,7 @@ def served(folder: Path, runner: Any, recorded: bool = False) -> list[list[int]]
         "facts": facts,
         "block_size": BLOCK_SIZE,
         "max_batch_tokens": 32,
+        "step_ahead": step_ahead,
     }
     made = prefill_engine(pool=pools[0], **common), decode_engine(pool=pools[1], **common)
 
@@ -74,7 +84,7 @@ def served(folder: Path, runner: Any, recorded: bool = False) -> list[list[int]]
 
     hands = Copying(*made)
     requests = [
-        hands.submit(prompt, SamplingParams(max_tokens=NUM_TOKENS, **wishes))
+        hands.submit(prompt, SamplingParams(**{"max_tokens": NUM_TOKENS, **wishes, **wanted}))
         for prompt, wishes in zip(PROMPTS, WISHES, strict=True)
     ]
     hands.run()
@@ -89,4 +99,32 @@ def test_the_same_ids_as_the_torch_twins(folder: Path) -> None:
     assert all(len(ids) == NUM_TOKENS or ids[-1] in (0, 2) for ids in expected)
     assert served(folder, ModelRunner(folder, TritonOps(), feed=Feed(device()))) == expected
     runner = ModelRunner(folder, TritonOps(deterministic=True), feed=Feed(device()))
-    assert served(folder, runner, recorded=True) == expected
+    assert served(folder, runner, recorded=True, step_ahead=True) == expected
+
+
+class Choosing(TorchOps):
+    """The torch twins, with the choice of tokens where the logits are."""
+
+    def choose(self, logits: torch.Tensor, *wishes: torch.Tensor) -> torch.Tensor:
+        tokens = []
+        for row, wish in zip(logits, zip(*(wish.tolist() for wish in wishes), strict=True), strict=True):
+            temperature, top_k, top_p, min_p, number = wish
+            params = SamplingParams(
+                max_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
+            )
+            with patch.object(sampler, "uniform", lambda *_, number=number: number):
+                tokens += sampler.sample(row[None].clone(), [SampleRequest(params, 0)])
+        return torch.tensor(tokens)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("step_ahead", [False, True])
+def test_the_torch_twins_by_the_device_s_way(folder: Path, recorded: bool, step_ahead: bool) -> None:
+    """Batches by the feed, tokens of steps begun ahead filled in behind it, graphs or none."""
+    twins = ModelRunner(folder, TorchOps())
+    stop = served(folder, twins, max_tokens=20)[1][7]
+    wanted = {"max_tokens": 20, "stop_token_ids": (stop,)}
+    expected = served(folder, twins, **wanted)
+    assert sorted(map(len, expected))[0] < 20 == len(expected[0])
+    runner = ModelRunner(folder, Choosing(), feed=Feed(torch.device("cpu")))
+    assert served(folder, runner, recorded, step_ahead, **wanted) == expected
