@@ -103,16 +103,20 @@ async def test_a_decode_worker_is_killed_while_it_searches(tiny_dir: Path) -> No
     with running(tiny_dir, cluster__decode=2) as cluster:
 
         def ask() -> list[asyncio.Task[list[dict[str, Any]]]]:
-            return [asyncio.create_task(search(cluster, prompt, 4, max_tokens=250)) for prompt in wanted]
+            return [asyncio.create_task(search(cluster, prompt, 4, max_tokens=120)) for prompt in wanted]
 
         expected = await asyncio.gather(*ask())
         tasks = ask()
 
-        async def searching() -> bool:
-            return all([worker["load"]["running"] >= 4 for worker in await cluster.workers("decode")])
+        busy: list[str] = []
 
-        await cluster.until("both search", searching)
-        cluster.signal("decode-1", signal.SIGKILL)
+        async def searching() -> bool:
+            workers = await cluster.workers("decode")
+            busy[:] = [worker["id"] for worker in workers if worker["load"]["running"] >= 4]
+            return bool(busy)
+
+        await cluster.until("they search", searching)
+        cluster.signal(busy[0], signal.SIGKILL)
         assert await asyncio.gather(*tasks) == expected
         assert await cluster.metric("pagerelay_recoveries_total", cause="worker_lost") >= 1
         await cluster.idle()
@@ -123,21 +127,27 @@ async def test_every_endpoint_and_what_does_not_fit(tiny_dir: Path) -> None:
         "/v1/completions": {"prompt": ["one", "two"], "use_beam_search": True, "best_of": 3, "n": 2},
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "one"}], "num_beams": 3, "n": 2},
     }
-    with running(tiny_dir, engine__max_num_seqs=4) as cluster, aiohttp.ClientSession() as session:
+
+    async def post(cluster: Cluster, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(cluster.url + route, json=body) as response,
+        ):
+            return response.status, await response.json()
+
+    with running(tiny_dir, engine__max_num_seqs=4) as cluster:
         name = (await cluster.get("/v1/models"))["data"][0]["id"]
         for route, fields in bodies.items():
             body = {"model": name, "max_tokens": 8, **fields}
-            async with session.post(cluster.url + route, json=body) as response:
-                answer = await response.json()
-                assert response.status == 200, answer
+            status, answer = await post(cluster, route, body)
+            assert status == 200, answer
             assert [choice["index"] for choice in answer["choices"]] == list(range(len(answer["choices"])))
             assert len(answer["choices"]) == (4 if "prompt" in body else 2)
         for width, max_tokens in ((5, 8), (4, 8000)):
             body = {"prompt": "one", "num_beams": width, "max_tokens": max_tokens}
-            async with session.post(cluster.url + "/generate", json=body) as response:
-                error = (await response.json())["error"]
-                assert (response.status, error["param"]) == (400, "num_beams")
-                assert f"{width} beams" in error["message"]
+            status, answer = await post(cluster, "/generate", body)
+            assert (status, answer["error"]["param"]) == (400, "num_beams")
+            assert f"{width} beams" in answer["error"]["message"]
         await cluster.idle()
 
 
