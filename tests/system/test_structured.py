@@ -117,10 +117,10 @@ LONG = {
 async def test_the_same_answer_after_a_decode_worker_died(tiny_dir: Path) -> None:
     fields: dict[str, Any] = {"guided_json": LONG, "temperature": 0.9, "seed": 4}
     with running(tiny_dir, cluster__decode=2) as cluster:
-        undisturbed = await cluster.ids(PROMPTS[0], 250, **fields)
+        undisturbed = await cluster.ids(PROMPTS[0], 120, **fields)
         ids: list[int] = []
         killed = 0
-        async for event in cluster.stream(PROMPTS[0], 250, **fields):
+        async for event in cluster.stream(PROMPTS[0], 120, **fields):
             assert "error" not in event, event
             for choice in event["choices"]:
                 ids += choice["token_ids"]
