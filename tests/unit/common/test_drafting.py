@@ -96,7 +96,8 @@ def drafting(max_model_len: int = 1000, **speculation: Any) -> Drafting:
         ({}, 9, 9, []),
         ({"stop_token_ids": (5,)}, 9, 1000, [3, 4]),
         ({"stop_token_ids": (5,), "min_tokens": 50}, 9, 1000, [3, 4, 5, 6]),
-        ({"grammar": Grammar(kind="regex", text="a")}, 9, 1000, []),
+        ({"grammar": Grammar(kind="regex", text="a")}, 9, 1000, [3, 4, 5, 6]),
+        ({"beam_width": 2}, 9, 1000, []),
     ],
 )
 def test_no_guess_after_which_no_token_could_count(
