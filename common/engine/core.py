@@ -113,13 +113,13 @@ class EngineCore(ABC):
         return True
 
     def _begin(self) -> bool:
-        """Plans a step and gives it to the model, behind one that runs only where that is possible; tells
-        whether there was one."""
+        """Plans a step and gives it to the model, if need be behind one that runs; tells whether it did."""
         with self.lock:
             behind = self._flights[-1] if self._flights else None
             if behind is not None and not self._goes_behind(behind):
                 return False
-            flight = Flight([self._planned(seq, count) for seq, count in self.scheduler.plan()])
+            eos, plan = self.facts.eos_token_ids, self.scheduler.plan()
+            flight = Flight([wish_of(seq, count, eos, self._goes_on(seq)) for seq, count in plan])
             if flight.wishes:
                 self._flights.append(flight)
             news = bool(self._outbox.to_router)
@@ -137,13 +137,6 @@ class EngineCore(ABC):
         """May a step be planned while this one runs? Not where its tokens decide what the next one is, nor
         where somebody would have to be preempted, whose blocks would not come back at once."""
         return self._launcher.ahead and flight.plain and self.scheduler.has_room and not self._suspending
-
-    def _planned(self, seq: Sequence, count: int) -> Wish:
-        wish = wish_of(seq, count, self.facts.eos_token_ids)
-        wish.pending = int(bool(wish.requests) and self._goes_on(seq))
-        seq.queued += count
-        seq.pending += wish.pending
-        return wish
 
     def _finish(self, flight: Flight) -> None:
         """Waits for the tokens of the oldest step and applies it."""
@@ -203,8 +196,7 @@ class EngineCore(ABC):
         return number
 
     def fail_step(self, message: str) -> int:
-        """A step raised: every request in it, and in one begun before or behind it, fails (and may be tried
-        elsewhere), the engine goes on."""
+        """A step raised: every request in flight fails (and may be tried elsewhere), the engine goes on."""
         with self.lock:
             hit, self._flights = in_flight(self._flights), []
             # What was launched of them may still write their blocks: whoever gets these waits for that.

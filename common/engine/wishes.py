@@ -60,15 +60,19 @@ class Wish:
                 return
 
 
-def wish_of(seq: Sequence, count: int, eos: Seq[int]) -> Wish:
-    """A step computes ``count`` of its tokens; if these are all, the next token is sampled."""
+def wish_of(seq: Sequence, count: int, eos: Seq[int], goes_on: bool = True) -> Wish:
+    """A step that begins computes ``count`` of its tokens; if these are all, the next token is sampled, and
+    it may go on from that."""
     start = seq.num_computed + seq.queued
     after = start + count
     requests = []
     if count == seq.num_due:
         requests = [seq.sample_request(eos, seq.draft[:guessed]) for guessed in range(len(seq.draft) + 1)]
     scored = seq.token_ids[start + 1 : min(after + 1, seq.num_given)] if seq.scores_prompt else ()
-    return Wish(seq, start, count, scored, requests)
+    wish = Wish(seq, start, count, scored, requests, pending=int(bool(requests) and goes_on))
+    seq.queued += count
+    seq.pending += wish.pending
+    return wish
 
 
 def constrain(wishes: Seq[Wish], grammars: Grammars) -> None:

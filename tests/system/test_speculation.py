@@ -29,6 +29,8 @@ ASKED: list[dict[str, Any]] = [
     FEW | {"temperature": 1.0, "seed": 8, "bad_words": ["the"], "n": 3},
     {"logit_bias": {"2": 9.0, "260": 9.0}, "temperature": 1.0, "seed": 9, "ignore_eos": False},
     {"temperature": 1.0, "seed": 10},
+    {"guided_regex": "(ab|ba| ab| ba){8,90}", "temperature": 1.0, "seed": 11},
+    {"guided_json": {"type": "array", "items": {"enum": ["one", "two"]}, "minItems": 9}, "ignore_eos": False},
 ]
 
 

@@ -14,6 +14,7 @@ import dataclasses
 import os
 from typing import Any
 
+import pytest
 from engines import EOS, FakeRunner, answer, assert_idle, decode_engine, greedy, handle_for, prefill_engine
 from handwork import PEER, ROUTER, Hands, Request
 from hypothesis import HealthCheck, settings
@@ -26,6 +27,7 @@ from pagerelay.common.engine.core import EngineCore
 from pagerelay.common.wire.messages import Fetch, Probe, Release, Renew, Suspend
 
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
+pytestmark = pytest.mark.timeout(1200) if LONG else []
 NUMBER = st.integers(0, 10_000)
 LEASE_S = 10.0
 MOST_ALIVE = 5
