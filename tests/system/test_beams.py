@@ -84,11 +84,11 @@ async def test_same_answers_tiny_model(
 
 
 async def test_a_decode_worker_is_killed_while_it_searches(tiny_dir: Path) -> None:
-    wanted = prompts(tiny_dir, 6, longest=70)
+    wanted = prompts(tiny_dir, 3, longest=70)
     with running(tiny_dir, cluster__decode=2) as cluster:
 
         def ask() -> list[asyncio.Task[list[dict[str, Any]]]]:
-            return [asyncio.create_task(search(cluster, prompt, 4, max_tokens=80)) for prompt in wanted]
+            return [asyncio.create_task(search(cluster, prompt, 4, max_tokens=250)) for prompt in wanted]
 
         expected = await asyncio.gather(*ask())
         tasks = ask()
