@@ -91,6 +91,7 @@ async def test_a_decode_worker_is_killed_while_it_searches(tiny_dir: Path) -> No
             return [asyncio.create_task(search(cluster, prompt, 4, max_tokens=250)) for prompt in wanted]
 
         expected = await asyncio.gather(*ask())
+        await cluster.idle()
         tasks = ask()
 
         busy: list[str] = []
