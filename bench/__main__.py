@@ -22,6 +22,7 @@ from pagerelay.bench.handover import HandoverOptions, measure_handover
 from pagerelay.bench.kernels import KernelOptions, check_kernels
 from pagerelay.bench.load import LoadOptions, load
 from pagerelay.bench.router import RouterOptions, measure_router
+from pagerelay.bench.sharing import SharingOptions, measure_sharing
 from pagerelay.bench.speculation import SpeculationOptions, measure_speculation
 from pagerelay.bench.stats import Slo
 from pagerelay.bench.traffic import MAX_REQUESTS, MAX_SECONDS
@@ -220,6 +221,13 @@ def _parser() -> argparse.ArgumentParser:
     guesses.add_argument("--seed", type=int, default=1, help="of the prompts")
     guesses.add_argument("--results", default="bench/results", metavar="DIR", help="folder of the report")
 
+    sharing = commands.add_parser("sharing", help="KV held for several answers to a prompt, and for beams")
+    sharing.add_argument("--model-path", required=True, help="model folder")
+    sharing.add_argument("--prompt-tokens", type=_whole(1, 4096), default=512, help="of each prompt (512)")
+    sharing.add_argument("--max-tokens", type=_whole(2, 4096), default=64, help="of each answer (64)")
+    sharing.add_argument("--seed", type=int, default=1, help="of the prompts")
+    sharing.add_argument("--results", default="bench/results", metavar="DIR", help="folder of the report")
+
     handover = commands.add_parser("handover", help="what a hand-over adds to the second token, by phase")
     handover.add_argument("--model-path", required=True, help="model folder")
     handover.add_argument(
@@ -300,6 +308,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "speculation":
             options = {name: getattr(args, name) for name in SpeculationOptions.__struct_fields__}
             return asyncio.run(_ended_by_sigterm(measure_speculation(SpeculationOptions(**options))))
+        if args.command == "sharing":
+            options = {name: getattr(args, name) for name in SharingOptions.__struct_fields__}
+            return asyncio.run(_ended_by_sigterm(measure_sharing(SharingOptions(**options))))
         if args.command == "handover":
             options = {name: getattr(args, name) for name in HandoverOptions.__struct_fields__}
             return asyncio.run(_ended_by_sigterm(measure_handover(HandoverOptions(**options))))
