@@ -42,7 +42,7 @@ class StubRouter:
                 case wire.PrefillStarted(request_id=request_id, handle=handle):
                     job = self.jobs[request_id]
                     decode = wire.DecodeJob(
-                        request_id=request_id, attempt=1, order=0, token_ids=[1], sampling=job.sampling,
+                        request_id=request_id, attempt=1, age_s=0.0, token_ids=[1], sampling=job.sampling,
                         first_index=0, handle=handle,
                     )  # fmt: skip
                     await self.send("decode", decode)
@@ -60,7 +60,7 @@ class StubRouter:
         request_id = str(self.count)
         sampling = wire.SamplingParams(max_tokens=body["max_tokens"], seed=body["seed"])
         job = wire.PrefillJob(
-            request_id=request_id, attempt=1, order=0, token_ids=[1], sampling=sampling, first_index=0
+            request_id=request_id, attempt=1, age_s=0.0, token_ids=[1], sampling=sampling, first_index=0
         )
         self.jobs[request_id], queue = job, asyncio.Queue[wire.TokenDelta]()
         self.queues[request_id] = queue
