@@ -324,7 +324,7 @@ def test_ctrl_c_cancels_the_request_and_leaves_the_client_usable(router: FakeRou
     assert next(stream).text == "a"
     main = threading.main_thread().ident
     assert main is not None
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever tests before this one have left
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever other tests have left
     try:
         threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
