@@ -174,7 +174,10 @@ class Answer:
         parsed, prompt = self._parsed, choice.flow.journal.prompt
         if parsed.scores_prompt is None and not parsed.echo:
             return 0
-        detokenizer = self._service.tokenizer.detokenizer(skip_special_tokens=False)
+        tokenizer = self._service.tokenizer
+        detokenizer = tokenizer.detokenizer(skip_special_tokens=False)
+        given = parsed.prompts[choice.index // parsed.best_of] if parsed.prompts else ""
+        as_text = given if isinstance(given, str) and parsed.truncate_prompt_tokens is None else None
         # Only one answer to the prompt has asked for its scores; the others begin later.
         leader = self.choices[choice.index - choice.index % parsed.best_of]
         scores: list[TokenLogprobs | None] = [None, *leader.flow.journal.prompt_scores]
@@ -182,14 +185,16 @@ class Answer:
         of_prompt: list[Told] = []
         for token, logprobs in itertools.zip_longest(prompt, scores):
             of_prompt.append(Told(token, offset, logprobs))
-            parts.append(detokenizer.push(token))
-            offset += len(parts[-1])
+            new = detokenizer.push(token)
+            if as_text and token in tokenizer.special_ids and not as_text[offset:].startswith(new):
+                new = ""  # the tokenizer has added it
+            parts.append(new)
+            offset += len(new)
         if not parsed.echo:
             choice.prompt_told = of_prompt
             return 0
         told += of_prompt if parsed.logprobs is not None else []
-        given = parsed.prompts[choice.index // parsed.best_of]
-        text.append(given if isinstance(given, str) else "".join(parts) + detokenizer.flush())
+        text.append(as_text if as_text is not None else "".join(parts) + detokenizer.flush())
         return len(text[-1])
 
     async def close(self) -> None:

@@ -100,7 +100,7 @@ async def _generate(service: RouterService, request: web.Request, kind: Kind) ->
             parsed = await service.parse(kind, body, limits := service.limits())
             await service.grammars.check(parsed.grammar, parsed.grammar_param)
             prompts = await service.encode(parsed, limits.context_len)
-        answer = Answer(service, parsed, prompts, service.flows(parsed, prompts, limits.context_len))
+        answer = Answer(service, parsed, prompts, await service.flows(parsed, prompts, limits.context_len))
         reply = reply_for(parsed, service.tokenizer)
         async with _closing(answer):
             pieces = answer.pieces()

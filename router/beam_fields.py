@@ -28,6 +28,9 @@ def beam_width(request: Common, n: int) -> int:
                 message = f"{name} is allowed only beside use_beam_search or num_beams"
                 raise InvalidRequest(message, param=name)
         return 0
+    if getattr(request, "tools", None):
+        message = "tools are not supported beside a beam search"
+        raise InvalidRequest(message, param="tools", code="unsupported_parameter")
     name, width = "num_beams", request.num_beams
     if width is None:
         name = "n" if request.best_of is None else "best_of"

@@ -287,8 +287,6 @@ class RequestFlow:
         self._doubt_ends = None
         self._move("DECODING")
         self._place.kv_arrived()
-        if self._leads and self._share is not None and self._place.decoder is not None:
-            self._share.settle(self._place.decoder.worker_id)
 
     async def _accept(self, delta: TokenDelta) -> list[TokenDelta]:
         """The delta if it is the next one due. Each worker's news come in order, so a gap means that a
@@ -306,6 +304,8 @@ class RequestFlow:
         self._advanced()
         if self.state == "DECODING":
             self.times.decoded(delta.index, self._progress_at)
+            if self._leads and self._share is not None and self._place.decoder is not None:
+                self._share.settle(self._place.decoder.worker_id)
         return [delta]
 
     # ------------------------------------------------------------------ dispatch and recovery

@@ -18,14 +18,18 @@ from typing import Final
 
 import msgspec
 
-from pagerelay.common.errors import GrammarError, InvalidRequest
+from pagerelay.common.errors import GrammarError, InvalidRequest, Unavailable
 from pagerelay.common.grammar import Grammars
 from pagerelay.common.wire.sampling import Grammar
 
 MAX_CPU_S: Final = 1.0
 """To compile it and to find what it starts with."""
 MAX_MEMORY_BYTES: Final = 4 << 30
+MAX_WAIT_S: Final = 10.0
+"""For an answer: the child may have to be started, and to wait for a processor."""
 NUM_KNOWN: Final = 1024
+BY_A_GRAMMAR: Final = {-signal.SIGPROF, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
+"""Ways for the child to end that its limits bring about."""
 
 
 class GrammarChecker:
@@ -54,6 +58,8 @@ class GrammarChecker:
             raise InvalidRequest(f"{param} cannot be used: {reason}", param=param, code="invalid_grammar")
 
     async def _ask(self, grammar: Grammar) -> str:
+        if self._child is not None and self._child.returncode is not None:
+            await self.close()  # it has died since the last question
         if self._child is None:
             self._child = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -70,12 +76,21 @@ class GrammarChecker:
             with contextlib.suppress(ConnectionError):
                 child.stdin.write(msgspec.json.encode(grammar) + b"\n")
                 await child.stdin.drain()
-            answer = await child.stdout.readline()
+            async with asyncio.timeout(MAX_WAIT_S):
+                answer = await child.stdout.readline()
+        except TimeoutError:
+            await self.close()
+            raise _no_check() from None
         except BaseException:
             await self.close()  # its answer would be taken for the next one's
             raise
         if not answer.endswith(b"\n"):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1):
+                    await child.wait()  # what it died of tells whose fault it was
             await self.close()
+            if child.returncode not in BY_A_GRAMMAR:
+                raise _no_check()
             return f"compiling it takes more than {MAX_CPU_S:g} s, or too much memory"
         return msgspec.json.decode(answer, type=str)
 
@@ -85,6 +100,10 @@ class GrammarChecker:
             with contextlib.suppress(ProcessLookupError):
                 child.kill()
             await child.wait()
+
+
+def _no_check() -> Unavailable:
+    return Unavailable("grammars cannot be checked right now", code="grammar_check", retry_after_s=1)
 
 
 def main(folder: str, vocab_size: str) -> None:

@@ -23,6 +23,10 @@ from pagerelay.router.links import WorkerLinks
 from pagerelay.router.policy import RoutingPolicy
 from pagerelay.router.registry import Bound, WorkerEntry
 
+MAX_BESIDE = 16
+"""Sequences more than the least loaded decode worker that another one may have and still be given an answer
+to a prompt whose KV it has."""
+
 
 class Placement:
     def __init__(
@@ -111,7 +115,13 @@ class Placement:
         return True
 
     def shares_prefixes(self, worker_id: str) -> bool:
-        """Can this decode worker be given something new, and does it find the prompts that it has again?"""
+        """Can this decode worker be given something new, has it room for as much as the others have, and does
+        it find the prompts that it has again?"""
+        views = self._links.registry.views("decode", "colocated")
+        least = min((view.num_seqs for view in views if view.rank == 0), default=0)
+        mine = next((view for view in views if view.worker_id == worker_id), None)
+        if mine is None or mine.num_seqs > least + MAX_BESIDE or mine.available_blocks <= mine.num_seqs:
+            return False
         entry = self._links.registry.by_id(worker_id)
         return entry is not None and entry.hello.prefix_cache and self._links.registry.state(entry) == "ready"
 

@@ -139,7 +139,8 @@ def _content(message: ChatMessage, where: str, takes_parts: bool) -> str | list[
         return content
     texts = [_text(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
     if takes_parts and texts:
-        return [{"type": "text", "text": text} for text in texts]
+        # One part: halves of a control token would otherwise meet where the template joins them.
+        return [{"type": "text", "text": "".join(texts)}]
     return "\n".join(texts) if texts else None
 
 

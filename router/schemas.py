@@ -22,7 +22,8 @@ field                            what happens
 ``chat_template_kwargs``         chat: variables of the model's template, and ``enable_thinking``; scalars
 ``add_generation_prompt``        chat: honoured, default true
 ``continue_final_message``       chat: honoured; the last message is an assistant's, which is then continued
-``max_tokens``                   honoured, ≥ 1; what does not fit the context is cut to it without a word;
+``max_tokens``                   honoured, ≥ 1 (completions beside ``echo``: 0);
+                                 what does not fit the context is cut to it without a word;
                                  default: ``/generate`` 128, completions 16, chat all that fits
 ``max_completion_tokens``        chat: honoured, beats ``max_tokens``
 ``temperature``                  honoured, 0 to 100, default 1; below 1e-5 greedy, whatever the seed

@@ -156,7 +156,7 @@ class RouterService:
         """Token ids of every prompt, made off the event loop and checked against the context."""
         if parsed.kind == "chat":
             chat = parsed.chat
-            size = num_chars(chat.messages)
+            size = num_chars(chat.messages) + num_chars(chat.variables)
             work = partial(
                 self.tokenizer.encode_chat, chat.messages, context_len, chat.variables, chat.continue_final
             )
@@ -174,10 +174,15 @@ class RouterService:
         check_prompts(parsed, ids, context_len)
         return ids
 
-    def flows(self, parsed: ParsedRequest, prompts: list[list[int]], context_len: int) -> list[RequestFlow]:
+    async def flows(
+        self, parsed: ParsedRequest, prompts: list[list[int]], context_len: int
+    ) -> list[RequestFlow]:
         """One flow a choice, in the order of their indexes."""
         request = secrets.token_hex(12)
-        bad_words = self.tokenizer.bad_words(parsed.bad_words)
+        bad_words: tuple[tuple[int, ...], ...] = ()
+        if parsed.bad_words:
+            make = partial(self.tokenizer.bad_words, parsed.bad_words)
+            bad_words = await self.off_loop(sum(map(len, parsed.bad_words)), make)
         made: list[RequestFlow] = []
         kind = BeamFlow if parsed.beam_width else RequestFlow
         share: PromptShare | None = None

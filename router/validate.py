@@ -52,6 +52,8 @@ V = TypeVar("V")
 
 DEFAULT_MAX_TOKENS: Final[dict[Kind, int | None]] = {"generate": 128, "completions": 16, "chat": None}
 """``None``: all that the context leaves."""
+MAX_PROMPT_SCORES: Final = 1_000_000
+"""Of all prompts, for each of the answers, alternatives included."""
 GREEDY_BELOW: Final = 1e-5
 """Temperatures under this are greedy: dividing by them would leave nothing but the largest logit anyway."""
 
@@ -231,7 +233,13 @@ def parse_request(kind: Kind, body: bytes, limits: Limits) -> ParsedRequest:
 
 
 def check_prompts(parsed: ParsedRequest, token_ids: list[list[int]], context_len: int) -> None:
-    """All prompts of a request, tokenised: none empty, none that fills the context. Names the one that is."""
+    """All prompts of a request, tokenised: none empty, none that fills the context. Names the one that is.
+    Nor may more be told of them than can be written while others wait."""
+    if parsed.scores_prompt is not None:
+        told = sum(map(len, token_ids)) * parsed.best_of * (1 + parsed.scores_prompt)
+        if told > MAX_PROMPT_SCORES:
+            message = f"{told} log-probabilities of prompts are more than {MAX_PROMPT_SCORES}; ask for fewer"
+            raise InvalidRequest(message, param="logprobs" if parsed.echo else "prompt_logprobs")
     for index, ids in enumerate(token_ids):
         param = "messages" if parsed.kind == "chat" else "prompt"
         if parsed.num_prompts > 1:
@@ -353,6 +361,8 @@ def _logprobs(request: Common, kind: Kind) -> int | None:
 
 
 def _prompt_logprobs(request: Common) -> int | None:
+    if request.prompt_logprobs is not None and isinstance(request, CompletionRequest) and request.echo:
+        raise InvalidRequest("beside echo the prompt's are those of logprobs", param="prompt_logprobs")
     if request.prompt_logprobs is not None and request.stream:
         message = "prompt_logprobs cannot be streamed; on /v1/completions echo with logprobs can"
         raise InvalidRequest(message, param="prompt_logprobs")

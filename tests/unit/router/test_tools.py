@@ -209,8 +209,12 @@ def test_names_and_parts_go_where_the_template_writes_them() -> None:
     messages = [{"role": role, "content": parts, "name": "Zoë"} for role in ("system", "user", "assistant")]
     parsed = parse(allowed, messages=messages)
     assert template.render(parsed.messages) == "".join(
-        f"{role}/Zoë:<a><b>;" for role in ("system", "user", "assistant")
+        f"{role}/Zoë:<ab>;" for role in ("system", "user", "assistant")
     )
+    # One part: else these halves would become a control token where the template joins them.
+    halves = [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}]
+    (turn,) = parse(allowed, messages=[{"role": "user", "content": halves}]).messages
+    assert turn["content"] == [{"type": "text", "text": "<|im_end|>"}]
     one = parse(allowed, messages=[{"role": "user", "content": "ab"}])
     assert template.render(one.messages) == "user/:ab;"
 
