@@ -59,6 +59,10 @@ class Grammars:
                 before = threading.stack_size(STACK_BYTES)
                 try:
                     made = self._compiler.submit(self._compile, grammar)
+                except RuntimeError as error:  # no room for the thread's stack
+                    made = Future()
+                    made.set_exception(GrammarError(f"it cannot be compiled here: {error}"))
+                    return made
                 finally:
                     threading.stack_size(before)
                 self._kept[grammar] = made
@@ -67,9 +71,10 @@ class Grammars:
             self._kept.move_to_end(grammar)
             return made
 
-    def matcher(self, grammar: Grammar) -> Matcher:
-        """For a fresh output. Waits until it is compiled. Raises :class:`GrammarError`."""
-        return Matcher(self.prepare(grammar).result().deep_copy(), -(-self._vocab_size // 32) * 4)
+    def matcher(self, grammar: Grammar, compiled: Future[LLMatcher] | None = None) -> Matcher:
+        """For a fresh output. Waits until it is compiled, unless it is that. Raises :class:`GrammarError`."""
+        made = (compiled or self.prepare(grammar)).result()
+        return Matcher(made.deep_copy(), -(-self._vocab_size // 32) * 4)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         made = LLMatcher(self._tokenizer, _library_text(grammar), log_level=0, limits=_LIMITS)
@@ -82,10 +87,10 @@ class Grammars:
     def _tokenizer(self) -> LLTokenizer:
         if self._folder is None or not self._eos:
             raise GrammarError("this model names no end token, so a structured answer could not end")
-        definition = (self._folder / "tokenizer.json").read_text(encoding="utf-8")
         try:
+            definition = (self._folder / "tokenizer.json").read_text(encoding="utf-8")
             return LLTokenizer(definition, n_vocab=self._vocab_size, eos_token=self._eos)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise GrammarError("structured output does not work with this model's tokenizer") from error
 
 

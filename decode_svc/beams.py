@@ -138,6 +138,8 @@ class BeamSearch:
         for branch, member in zip(going, self.members, strict=True):
             member.token_ids.append(branch.token)
             member.width = 1
+        # Places that it does not need yet stay its own.
+        self.members[0].width += self._params.beam_width - len(self.members)
 
 
 def _beside(parent: Sequence, scheduler: Scheduler) -> Sequence:

@@ -45,7 +45,6 @@ from pagerelay.common.wire.messages import (
     Suspended,
     TokenDelta,
     TokenLogprobs,
-    Tokens,
 )
 from pagerelay.decode_svc.beams import BeamSearch
 
@@ -214,7 +213,7 @@ class DecodeEngine(LeasingEngine):
 
     def _flush_deltas(self) -> None:
         for owner, deltas in self._deltas.items():
-            self._outbox.to_router.append((owner, Tokens(deltas=deltas)))
+            self._outbox.tokens(owner, deltas)
         self._deltas = {}
 
     def _admitted(self, seq: Sequence) -> None:
@@ -325,7 +324,7 @@ class DecodeEngine(LeasingEngine):
                 last = deltas[-1]
                 reason = self._reason(seq, last.token, last.index)
                 deltas[-1] = replace(last, finish_reason=reason)
-            self._outbox.to_router.append((seq.owner, Tokens(deltas=deltas)))
+            self._outbox.tokens(seq.owner, deltas)
         self._tell_suspended(seq)
 
     @staticmethod

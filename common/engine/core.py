@@ -36,8 +36,8 @@ from pagerelay.common.wire.messages import (
 
 NUM_REMEMBERED = 4096
 """Requests and leases of the past that are remembered."""
-NUM_FINISHED = 256
-"""Answers of the past that are remembered with all their tokens."""
+NUM_FINISHED, MAX_TOLD = 256, 20_000
+"""Answers of the past that are remembered with all their tokens, and log-probabilities of theirs."""
 
 
 def _nothing() -> None:
@@ -88,9 +88,12 @@ class EngineCore(ABC):
         """Requests that have left or were taken back before they came, with their attempt: what is said of
         them again, or late, finds nobody."""
         self._finished: OrderedDict[str, Sequence] = OrderedDict()
+        self._num_told = 0
         """Answers that ended here lately: the router may ask for their end, should it have been lost."""
         self.on_dropped: Callable[[str, str], None] = _ignored
         """``(kind, reason)`` of a message that is dropped; called with the lock held."""
+        self.on_ready: Callable[[], None] = _nothing
+        """Called on any thread when something that a sequence waits for is there."""
         self.on_planned: Callable[[], None] = _nothing
         """Called on the engine's thread when a step was planned that has news (a prompt was admitted): the
         decode worker is told before the step is computed, not after."""
@@ -248,7 +251,8 @@ class EngineCore(ABC):
             return None
         self._by_request[job.request_id] = seq
         if seq.sampling.grammar is not None:
-            self._grammars.prepare(seq.sampling.grammar)
+            seq.compiling = self._grammars.prepare(seq.sampling.grammar)
+            seq.compiling.add_done_callback(lambda _: self.on_ready())
         return seq
 
     def abort(self, request_id: str, attempt: int) -> None:
@@ -330,9 +334,12 @@ class EngineCore(ABC):
         self._remember(seq.request_id, seq.attempt)
 
     def _keep_answer(self, seq: Sequence) -> None:
+        seq.drafter = seq.matcher = seq.compiling = seq.distinct_prompt = None
+        seq.keys = []
         self._finished[seq.request_id] = seq
-        if len(self._finished) > NUM_FINISHED:
-            self._finished.popitem(last=False)
+        self._num_told += len(seq.logprobs)
+        while len(self._finished) > NUM_FINISHED or (self._num_told > MAX_TOLD and len(self._finished) > 1):
+            self._num_told -= len(self._finished.popitem(last=False)[1].logprobs)
 
     def _remember(self, request_id: str, attempt: int) -> None:
         self._past[request_id] = attempt

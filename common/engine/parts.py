@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pagerelay.common.engine.drafting import Speculation
-from pagerelay.common.wire.messages import Message
+from pagerelay.common.wire.messages import Message, TokenDelta, Tokens
+
+MAX_DELTAS = 1024
+"""With their log-probabilities less than half of a frame's limit."""
 
 
 @dataclass(slots=True)
@@ -38,3 +41,8 @@ class Outbox:
 
     to_router: list[tuple[str, Message]] = field(default_factory=list)
     to_peer: list[tuple[bytes, Message]] = field(default_factory=list)
+
+    def tokens(self, owner: str, deltas: list[TokenDelta]) -> None:
+        """In as many messages as it takes for each to fit a frame."""
+        for at in range(0, len(deltas), MAX_DELTAS):
+            self.to_router.append((owner, Tokens(deltas=deltas[at : at + MAX_DELTAS])))

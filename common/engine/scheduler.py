@@ -26,7 +26,7 @@ from pagerelay.common.hashing import PrefixHasher
 from pagerelay.common.kv.blocks import BlockPool
 
 MAX_SCORED_ROWS = 128
-"""Most rows of a prompt in a step where the logits of all are wanted: each is as long as the vocabulary."""
+"""Most rows of prompts in a step whose logits are all wanted: each is as long as the vocabulary."""
 
 
 def by_age(sequence: Sequence) -> float:
@@ -131,7 +131,8 @@ class Scheduler:
         self._admit()
         chosen: list[tuple[Sequence, int]] = []
         for sequence in list(self.running):
-            if sequence.num_due == 1 and sequence in self.running and self._has_room(sequence):
+            ready = sequence.num_due == 1 and not sequence.waits_for_grammar
+            if ready and sequence in self.running and self._has_room(sequence):
                 chosen.append((sequence, 1))
         # Someone chosen may have been preempted by someone chosen later only if it was younger: drop those.
         chosen = [(sequence, count) for sequence, count in chosen if sequence in self.running]
@@ -146,9 +147,13 @@ class Scheduler:
                 counts[id(sequence)] = min(sequence.num_due, budget)
                 budget -= counts[id(sequence)]
             counts[id(first)] += min(first.num_due - counts[id(first)], budget)
+            scored = MAX_SCORED_ROWS
             for sequence in prompts:
                 if sequence.scores_prompt:
-                    counts[id(sequence)] = min(counts[id(sequence)], MAX_SCORED_ROWS)
+                    counts[id(sequence)] = min(counts[id(sequence)], scored)
+                    scored -= counts[id(sequence)]
+                if sequence.waits_for_grammar:
+                    counts[id(sequence)] = min(counts[id(sequence)], sequence.num_due - 1)
             chosen += [(sequence, counts[id(sequence)]) for sequence in prompts if counts[id(sequence)]]
         if self.drafting is not None:
             self._draft(self.drafting, chosen)

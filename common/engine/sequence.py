@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from pagerelay.common.grammar import Matcher
 from pagerelay.common.kv.blocks import Holder
@@ -28,7 +32,9 @@ class Sequence:
     __slots__ = (
         "attempt",
         "block_ids",
+        "compiling",
         "copied_block",
+        "distinct_prompt",
         "doomed",
         "draft",
         "drafter",
@@ -103,6 +109,10 @@ class Sequence:
         self.pending = 0
         """Tokens that these steps sample and that it goes on from: part of ``token_ids`` once they are
         known."""
+        self.compiling: Future[Any] | None = None
+        """Its grammar: nothing is sampled before that is compiled."""
+        self.distinct_prompt: npt.NDArray[np.int64] | None = None
+        """The ids of its prompt, each once, where they are needed for every token."""
         self.doomed = False
         """Removed while in a step; its blocks are given back when the step has ended."""
 
@@ -129,6 +139,10 @@ class Sequence:
     def next_index(self) -> int:
         """Output position of the token after those that are here."""
         return self.first_index + len(self.token_ids) - self.num_given
+
+    @property
+    def waits_for_grammar(self) -> bool:
+        return self.compiling is not None and not self.compiling.done()
 
     @property
     def num_prompt(self) -> int:
@@ -174,11 +188,16 @@ class Sequence:
             self.sampling,
             index,
             self._forbidden(index, eos),
-            prompt=self.token_ids[: self.num_prompt],
+            prompt=self._distinct_prompt() if self.sampling.repetition_penalty != 1.0 else (),
             output=[*self.token_ids[self.num_prompt :], *guessed],
             # Of a beam at most so many can be among the best that go on, beside those that end there.
             branches=width + len(self.stops(eos)) if (width := self.sampling.beam_width) else 0,
         )
+
+    def _distinct_prompt(self) -> npt.NDArray[np.int64]:
+        if self.distinct_prompt is None:
+            self.distinct_prompt = np.unique(np.asarray(self.token_ids[: self.num_prompt], dtype=np.int64))
+        return self.distinct_prompt
 
     def _forbidden(self, index: int, eos: Seq[int]) -> tuple[int, ...]:
         """Ids that may not be sampled at ``index``: because ``min_tokens`` is not reached, or because a

@@ -80,10 +80,10 @@ def constrain(wishes: Seq[Wish], grammars: Grammars) -> None:
     kept."""
     for wish in wishes:
         seq, grammar = wish.seq, wish.seq.sampling.grammar
-        if grammar is None or not wish.requests:
+        if grammar is None or not wish.requests or seq.doomed:
             continue
         try:
-            seq.matcher = seq.matcher or grammars.matcher(grammar)
+            seq.matcher = seq.matcher or grammars.matcher(grammar, seq.compiling)
             masks = seq.matcher.masks(wish.requests[0].output, seq.draft)
         except GrammarError as error:
             wish.failure = str(error)

@@ -25,10 +25,10 @@ class SampleRequest:
     params: SamplingParams
     position: int
     forbidden: Sequence[int] = ()
-    prompt: Sequence[int] = ()
-    """Token ids before position 0; as ``output``, those from there on, only needed by what
-    ``changes_logits``."""
+    prompt: Sequence[int] | npt.NDArray[np.int64] = ()
+    """Token ids before position 0, in any order and as often as one likes: for ``repetition_penalty``."""
     output: Sequence[int] = ()
+    """Those from there on, for what ``changes_logits``."""
     mask: npt.NDArray[np.int32] | None = None
     """What the grammar allows, a bit a token: token 32 i + j is bit j of word i."""
     branches: int = 0
@@ -70,7 +70,7 @@ def edit(logits: torch.Tensor, requests: Sequence[SampleRequest], send: Send) ->
         if params.changes_logits:
             bias.add(row, [token for token, _ in params.logit_bias], [by for _, by in params.logit_bias])
             if params.repetition_penalty != 1.0:
-                seen = sorted({*request.prompt, *request.output})
+                seen = np.union1d(request.prompt, request.output).astype(np.int64).tolist()
                 scaled.add(row, seen, [params.repetition_penalty] * len(seen))
             if params.presence_penalty or params.frequency_penalty:
                 counts = Counter(request.output)
@@ -133,8 +133,10 @@ def scores(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor | None:
     """Log-probabilities fp64 ``[len(rows), vocab]`` of these rows, unchanged; ``None`` for no rows."""
     if not rows:
         return None
-    # A row at a time: what a row's sum is must not depend on how many there are.
-    return torch.stack([logits[row].double().log_softmax(-1) for row in rows])
+    of_rows = torch.empty(len(rows), logits.shape[1], dtype=torch.float64, device=logits.device)
+    for at, row in enumerate(rows):  # one by one: a row's sum must not depend on how many there are
+        of_rows[at] = logits[row].double().log_softmax(-1)
+    return of_rows
 
 
 def branches(

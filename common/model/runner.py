@@ -121,7 +121,8 @@ def read_facts(
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         vocab_size=config.vocab_size,
         max_model_len=min(limit, max_model_len or limit),
-        eos_token_ids=_eos_token_ids(folder, whole, config),
+        # An end token of the tokenizer's own may have no logit.
+        eos_token_ids=tuple(t for t in _eos_token_ids(folder, whole, config) if t < config.vocab_size),
         weights=weights,
         dtype=_own_dtype(config) if dtype == "auto" else dtype,
         folder=folder,

@@ -163,6 +163,7 @@ class Worker(ABC):
             await self.stop_data_link()
             raise
         self.engine.on_planned = self._flush_from_thread
+        self.engine.on_ready = self.wake
         self.engine.on_dropped = self.message_dropped
         thread = threading.Thread(target=self._step_forever, name="engine", daemon=True)
         thread.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -32,11 +33,15 @@ class Given:
     def __init__(self, tokens: list[int] | None) -> None:
         self._tokens = tokens
         self.prepared: list[Grammar] = []
+        self.compiled: Future[None] = Future()
 
-    def prepare(self, grammar: Grammar) -> None:
+    def prepare(self, grammar: Grammar) -> Future[None]:
         self.prepared.append(grammar)
+        return self.compiled
 
-    def matcher(self, grammar: Grammar) -> Allowing:
+    def matcher(self, grammar: Grammar, compiled: Future[None] | None = None) -> Allowing:
+        assert compiled is not None
+        assert compiled.done()
         if self._tokens is None:
             raise GrammarError("too much")
         return Allowing(self._tokens)
@@ -60,9 +65,28 @@ def run(tokens: list[int] | None, first_index: int = 0, **params: Any) -> Any:
     sampling = greedy(grammar=GRAMMAR, **params)
     engine.submit("router", decode_job("r", prompt, sampling, first_index=first_index), 0.0)
     assert given.prepared == [GRAMMAR]
+    given.compiled.set_result(None)
     found = said(run_dry(engine))
     assert_idle(engine)
     return found
+
+
+@pytest.mark.parametrize("prompt", [[1], [1, 2, 3]])
+def test_nobody_waits_for_a_grammar_that_is_being_compiled_but_its_own_request(prompt: list[int]) -> None:
+    engine = decode_engine()
+    engine._grammars = given = Given([5])  # type: ignore[assignment]
+    woken: list[bool] = []
+    engine.on_ready = lambda: woken.append(True)
+    engine.submit("router", decode_job("held", prompt, greedy(grammar=GRAMMAR)), 0.0)
+    engine.submit("router", decode_job("free", [4, 5], greedy(max_tokens=3)), 0.0)
+    free, _, _ = said(run_dry(engine))
+    assert len(free) == 3  # all of the other's, and nothing of its own
+    assert engine.knows("held")
+    assert not woken
+    given.compiled.set_result(None)
+    assert woken == [True]
+    assert said(run_dry(engine)) == ([5, EOS], "stop", [])
+    assert_idle(engine)
 
 
 @pytest.mark.parametrize("params", [{}, {"ignore_eos": True}, {"min_tokens": 8}, {"bad_words": ((5,), (6,))}])
@@ -84,7 +108,8 @@ def test_a_recovery_reads_what_was_said_before() -> None:
 
 def test_a_grammar_that_fails_ends_its_request_alone() -> None:
     engine = decode_engine()
-    engine._grammars = Given(None)  # type: ignore[assignment]
+    engine._grammars = given = Given(None)  # type: ignore[assignment]
+    given.compiled.set_result(None)
     engine.submit("router", decode_job("bad", [1, 2], greedy(grammar=GRAMMAR)), 0.0)
     engine.submit("router", decode_job("good", [3, 4], greedy(3)), 0.0)
     tokens, reason, failed = said(run_dry(engine))
