@@ -45,11 +45,13 @@ async def test_exactly_as_many_tokens_as_asked(split: Cluster, count: int) -> No
 
 
 async def test_one_token_needs_no_decode_worker(split: Cluster) -> None:
+    await asyncio.sleep(1.2)  # the workers' counters come with their heartbeats
     before = [
         await split.metric("pagerelay_handover_bytes_total"),
         await split.metric("pagerelay_fetched_blocks_total"),
     ]
     await split.generate(PROMPT, 1)
+    await asyncio.sleep(1.2)
     after = [
         await split.metric("pagerelay_handover_bytes_total"),
         await split.metric("pagerelay_fetched_blocks_total"),

@@ -63,7 +63,8 @@ async def test_a_stream_that_is_left_frees_the_cluster(split: Cluster) -> None:
 # ---------------------------------------------------------------- a cluster of its own
 
 OWN = """
-import json, sys, time
+import json, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
 from pagerelay.client import LLM, SamplingParams
 llm = LLM(sys.argv[1], settings={"engine.threads": 1, "cache.num_blocks": 128, "cluster.colocated": 1})
 ids = llm.generate("hi", SamplingParams(max_tokens=3, temperature=0))[0].outputs[0].token_ids
