@@ -21,6 +21,7 @@ from pagerelay.common.kv.memory import DeviceMemory
 from pagerelay.common.transport.base import Bytes, DeviceBlocks, Peer, TransferBackend, host_id
 from pagerelay.common.transport.cuda_pool import CudaPool
 from pagerelay.common.transport.cuda_runtime import CudaRuntime
+from pagerelay.common.transport.populate import Populating
 from pagerelay.common.transport.staging import PinnedStaging
 from pagerelay.common.wire.pools import PoolAddress
 
@@ -34,6 +35,7 @@ class TcpBackend(TransferBackend):
         self._address: PoolAddress | None = None
         self._cuda = cuda
         self._pool: CudaPool | None = None
+        self._populating: Populating | None = None
         self._staging = PinnedStaging(cuda) if cuda is not None else None
 
     def allocate(self, num_blocks: int, block_bytes: int) -> Bytes | DeviceMemory:
@@ -42,6 +44,7 @@ class TcpBackend(TransferBackend):
             memory = self._pool = CudaPool(self._cuda, num_blocks, block_bytes)
         else:
             memory = self._host_memory(num_blocks * block_bytes)
+            self._populating = Populating(memory, write=True)
         self._address = PoolAddress(
             kind="tcp", num_blocks=num_blocks, block_bytes=block_bytes, host_id=host_id()
         )
@@ -114,6 +117,8 @@ class TcpBackend(TransferBackend):
 
     def close(self) -> None:
         self._address = None
+        if self._populating is not None:
+            self._populating.stop()
         if self._staging is not None:
             self._staging.close()
         pool, self._pool = self._pool, None
