@@ -187,7 +187,8 @@ async def _stream(
     service.metrics.requests.labels(route=request.path, outcome=outcome(ended)).inc()
     if isinstance(ended, ApiError):
         out.append(error_event(ended))
-    with contextlib.suppress(ConnectionError):
+    # It is counted and over: a client that leaves now, having read all it wanted, is no second end.
+    with contextlib.suppress(ConnectionError, asyncio.CancelledError):
         await _write(service, response, out)
         await response.write_eof()
     return response
