@@ -78,16 +78,22 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
 def generation(kind: Kind) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         service = request.app[SERVICE]
-        route = request.path
         try:
             with service.in_house():
                 response = await _generate(service, request, kind)
         except BaseException as error:
-            service.metrics.requests.labels(route=route, outcome=outcome(error)).inc()
+            _count(service, request, error)
             raise
         return response
 
     return handle
+
+
+def _count(service: RouterService, request: web.Request, error: BaseException | None) -> None:
+    """A request ends once: a client that leaves when it has read all it wanted is no second end."""
+    if "counted" not in request:
+        request["counted"] = True
+        service.metrics.requests.labels(route=request.path, outcome=outcome(error)).inc()
 
 
 async def _generate(service: RouterService, request: web.Request, kind: Kind) -> web.StreamResponse:
@@ -113,7 +119,7 @@ async def _generate(service: RouterService, request: web.Request, kind: Kind) ->
             if parsed.stream:
                 return await _stream(service, request, answer, reply, first, pieces, deadline)
             whole = reply.whole(answer.outputs(), answer.usage(), answer.timings())
-            service.metrics.requests.labels(route=request.path, outcome="ok").inc()
+            _count(service, request, None)
             return json_response(whole, headers={"X-Request-Id": reply.id})
     except TimeoutError:
         raise _too_long(seconds) from None
@@ -184,11 +190,10 @@ async def _stream(
     except Exception:
         log.exception("a stream failed in an unforeseen way")
         ended = ApiError("the server failed; its log says why")
-    service.metrics.requests.labels(route=request.path, outcome=outcome(ended)).inc()
+    _count(service, request, ended)
     if isinstance(ended, ApiError):
         out.append(error_event(ended))
-    # It is counted and over: a client that leaves now, having read all it wanted, is no second end.
-    with contextlib.suppress(ConnectionError, asyncio.CancelledError):
+    with contextlib.suppress(ConnectionError):
         await _write(service, response, out)
         await response.write_eof()
     return response
