@@ -79,6 +79,11 @@ def test_every_room_says_what_it_is_for() -> None:
     assert mute == []
 
 
+def test_images_get_every_room() -> None:
+    allowed = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert [room for room in ROOMS if f"!{room}" not in allowed] == []
+
+
 def test_every_module_has_a_docstring() -> None:
     mute = [p for p in PRODUCT if not ast.get_docstring(ast.parse(p.read_text(encoding="utf-8")))]
     assert [str(path.relative_to(ROOT)) for path in mute] == []
