@@ -64,7 +64,7 @@ def _served(
     """Milliseconds a step, once all sequences decode; and their tokens."""
 
     def no_handle(lease: int, num_tokens: int) -> KvHandle:
-        raise NotImplementedError("nobody fetches from a benchmark")
+        raise RuntimeError("an engine that gives no leases was asked for one")
 
     limits = EngineLimits(pool.layout.block_size, batch, 2048, prefix_cache=False, step_ahead=ahead)
     engine = DecodeEngine(runner, facts, pool, limits, Leasing("bench", 10.0, no_handle, gives=False))
