@@ -28,6 +28,7 @@ API = tuple(
     for name in (
         *("schemas", "json_body", "prompts", "validate", "openapi", "tokens", "aliases", "structured"),
         *("chat_template", "control_tokens", "tools", "tool_calls", "logprobs", "pieces", "replies", "sse"),
+        *("dialects", "beam_fields"),
     )
 )
 """Shapes of requests and answers: it says what the API is, and moves nothing."""
