@@ -23,7 +23,7 @@ import logging
 from collections.abc import Callable
 from typing import NoReturn
 
-from pagerelay.common.errors import ApiError, DeadlineExceeded, InvalidRequest, Unavailable, WorkerLost
+from pagerelay.common.errors import ApiError, DeadlineExceeded, Unavailable, WorkerLost
 from pagerelay.common.states import ROUTER, Machine
 from pagerelay.common.wire.messages import (
     Failed,
@@ -39,6 +39,7 @@ from pagerelay.common.wire.messages import (
     TokenDelta,
     Tokens,
 )
+from pagerelay.router.failure import error_of
 from pagerelay.router.inbox import Event, Inbox, LeaveDecoder, Lost, News
 from pagerelay.router.journal import MAX_PREEMPTIONS, Journal
 from pagerelay.router.journal import FlowSettings as FlowSettings
@@ -194,7 +195,11 @@ class RequestFlow:
                 await self._recover("worker_lost", "its worker was lost")
             return []
         message = event.message
-        if isinstance(message, Failed) and self._place.is_given_by(event.worker_id, message.attempt):
+        if (
+            isinstance(message, Failed)
+            and message.retryable
+            and self._place.is_given_by(event.worker_id, message.attempt)
+        ):
             if message.code == "forgotten":
                 await self._doubt()  # it also forgets what was confirmed to it
             else:
@@ -273,11 +278,7 @@ class RequestFlow:
             case Failed():
                 if not event.retryable:
                     self._move("FAILED")
-                    if event.code == "too_long":
-                        raise InvalidRequest(event.message, code="context_length_exceeded")
-                    if event.code == "grammar_failed":
-                        raise InvalidRequest(event.message, code=event.code)
-                    raise Unavailable(event.message, code=event.code)
+                    raise error_of(event)
                 await self._recover(event.code, event.message)
             case _:
                 self._metrics.drop(type(event).__name__, "refused")  # Beams: there is no search

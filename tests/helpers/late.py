@@ -14,6 +14,8 @@ from engines import VOCAB, FakeOps, FakeRunner
 
 from pagerelay.common.model.batch import Batch, fill_late
 from pagerelay.common.model.device_sampler import Chosen
+from pagerelay.common.model.logits import unsound
+from pagerelay.common.model.sampler import BAD
 
 
 class LateDevice:
@@ -23,6 +25,8 @@ class LateDevice:
         self.eager = eager
         """Does what is queued at once, and says nothing else than a late one."""
         self.log: list[str] = []
+        self.logits = torch.empty(0)
+        """Of the step that was queued last: what is asked of them now, they cannot say yet."""
         self._ops: list[Callable[[], Any]] = []
         self._done = 0
 
@@ -37,9 +41,9 @@ class LateDevice:
             self._ops[self._done]()
             self._done += 1
 
-    def chosen(self, ids: torch.Tensor) -> Chosen:
-        host = torch.full_like(ids, -7)
-        self.queue(lambda: host.copy_(ids))
+    def chosen(self, ids: torch.Tensor, _: torch.Tensor) -> Chosen:
+        host, logits = torch.full_like(ids, -7), self.logits
+        self.queue(lambda: host.copy_(ids.masked_fill(unsound(logits), BAD)))
         return Chosen(ids, host, _Event(self, len(self._ops)))
 
     def use(self, monkeypatch: pytest.MonkeyPatch) -> LateDevice:
@@ -94,4 +98,5 @@ class LateRunner(FakeRunner):
             logits.copy_(compute(batch, pool))
 
         self.device.queue(late)
+        self.device.logits = logits
         return logits
