@@ -256,11 +256,13 @@ class DecodeEngine(LeasingEngine):
         if not search.computed(seq):
             return
         going = search.choose()
-        self._outbox.to_router.append((seq.owner, search.news(ended=not going)))
+        seq.beams = search.news(ended=not going)
+        self._outbox.to_router.append((seq.owner, seq.beams))
         if going:
             search.branch(going, self.scheduler, self.blocks)
         else:
             self._end(seq, "FINISHED")
+            self._keep_answer(seq)
 
     def fetch(self, peer: bytes, message: Fetch, now: float) -> None:
         self._make_sums(message.lease)
@@ -312,9 +314,10 @@ class DecodeEngine(LeasingEngine):
     def _repeat(self, seq: Sequence, next_index: int) -> None:
         """Those of its tokens that are not on their way already with the step's own message."""
         search = self._searches.get(seq.request_id)
-        if search is not None:
-            if search.num_tokens:
-                self._outbox.to_router.append((seq.owner, search.news()))
+        beams = seq.beams if search is None else search.news()
+        if beams is not None:
+            if beams.num_tokens:
+                self._outbox.to_router.append((seq.owner, beams))
             return
         first = max(next_index, seq.first_index)
         tokens = seq.token_ids[seq.num_given + first - seq.first_index :]

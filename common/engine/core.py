@@ -32,7 +32,7 @@ from pagerelay.common.wire.messages import DecodeJob, Failed, PrefillJob, Prompt
 NUM_REMEMBERED = 4096
 """Requests and leases of the past that are remembered."""
 NUM_FINISHED, MAX_TOLD = 256, 20_000
-"""Answers of the past that are remembered with all their tokens, and log-probabilities of theirs."""
+"""Answers of the past that are remembered with all their tokens, and what is told of these."""
 
 
 def _nothing() -> None:
@@ -336,9 +336,9 @@ class EngineCore(ABC):
         seq.drafter = seq.matcher = seq.compiling = seq.distinct_prompt = None
         seq.keys = []
         self._finished[seq.request_id] = seq
-        self._num_told += len(seq.logprobs)
+        self._num_told += seq.num_told
         while len(self._finished) > NUM_FINISHED or (self._num_told > MAX_TOLD and len(self._finished) > 1):
-            self._num_told -= len(self._finished.popitem(last=False)[1].logprobs)
+            self._num_told -= self._finished.popitem(last=False)[1].num_told
 
     def _remember(self, request_id: str, attempt: int) -> None:
         self._past[request_id] = attempt
