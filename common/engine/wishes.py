@@ -107,12 +107,7 @@ def answer(logits: torch.Tensor, wishes: Seq[Wish], sample: Sampler) -> None:
     rows: list[int] = []
     at = 0
     for wish in wishes:
-        table = scores(logits, range(at, at + len(wish.scored)))
-        if table is not None:
-            count = wish.seq.sampling.prompt_logprobs or 0
-            wish.scores = told(table, wish.scored, [count] * len(wish.scored))
-            if bool(unsound(table).any()):
-                wish.failure = BAD_LOGITS
+        _score(logits, range(at, at + len(wish.scored)), wish)
         at += len(wish.scored)
         rows += range(at, at + len(wish.requests))
         at += len(wish.requests)
@@ -139,3 +134,12 @@ def answer(logits: torch.Tensor, wishes: Seq[Wish], sample: Sampler) -> None:
         wish.tokens = tokens[at : at + len(wish.requests)]
         wish.logprobs = [said[place] for place in places if place in said]
         at += len(wish.requests)
+
+
+def _score(logits: torch.Tensor, rows: Seq[int], wish: Wish) -> None:
+    table = scores(logits, rows)
+    if table is not None:
+        count = wish.seq.sampling.prompt_logprobs or 0
+        wish.scores = told(table, wish.scored, [count] * len(wish.scored))
+        if bool(unsound(table).any()):
+            wish.failure = BAD_LOGITS
