@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engines import VOCAB, FakeOps, FakeRunner
+from fake_cuda import FakeCuda
 
 from pagerelay.common.model.batch import Batch, fill_late
 from pagerelay.common.model.device_sampler import Chosen
@@ -44,12 +45,36 @@ class LateDevice:
     def chosen(self, ids: torch.Tensor, _: torch.Tensor) -> Chosen:
         host, logits = torch.full_like(ids, -7), self.logits
         self.queue(lambda: host.copy_(ids.masked_fill(unsound(logits), BAD)))
-        return Chosen(ids, host, _Event(self, len(self._ops)))
+        return Chosen(ids, host, _Event(self, self.num_queued))
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._ops)
 
     def use(self, monkeypatch: pytest.MonkeyPatch) -> LateDevice:
-        """From now on it is the device that tokens are copied from."""
-        monkeypatch.setattr(Chosen, "of", self.chosen)
+        """From now on tokens are copied from late devices, this one or others."""
+        monkeypatch.setattr(Chosen, "of", lambda ids, bad: ids.late.chosen(ids, bad))
         return self
+
+
+class LateStream(LateDevice):
+    """The late device that a fake GPU's compute stream is."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        super().__init__()
+        self._cuda = cuda
+        self._stream = cuda.streams[cuda.compute]
+
+    def queue(self, op: Callable[[], Any]) -> None:
+        self._cuda.launch(torch.inference_mode()(op))
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._stream.ops)
+
+    def wait(self, upto: int) -> None:
+        with self._cuda.machine.lock:
+            assert self._cuda.machine.finish(self._stream, upto)
 
 
 class _Event:
@@ -68,6 +93,7 @@ class LateOps(FakeOps):
     def choose(self, logits: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         ids = torch.full((len(logits),), -8, dtype=torch.int64)
         self._device.queue(lambda: ids.copy_(logits.argmax(-1)))
+        ids.late = self._device  # type: ignore[attr-defined]
         return ids
 
 
