@@ -30,13 +30,11 @@ from pagerelay.common.engine.leasing import Leasing, LeasingEngine
 from pagerelay.common.engine.parts import EngineLimits
 from pagerelay.common.engine.scheduler import by_age
 from pagerelay.common.engine.sequence import Sequence
-from pagerelay.common.kv.checksum import block_sum
 from pagerelay.common.kv.pool import KvPool
 from pagerelay.common.model.runner import ModelFacts, ModelRunner
 from pagerelay.common.states import DECODE, Machine
 from pagerelay.common.wire.messages import (
     DecodeJob,
-    Fetch,
     FinishReason,
     HandedOver,
     HandoverPhases,
@@ -264,19 +262,6 @@ class DecodeEngine(LeasingEngine):
             self._end(seq, "FINISHED")
             self._keep_answer(seq)
 
-    def fetch(self, peer: bytes, message: Fetch, now: float) -> None:
-        self._make_sums(message.lease)
-        super().fetch(peer, message, now)
-
-    def _make_sums(self, lease_id: int) -> None:
-        """Checksums of all blocks of a lease. The lease keeps them as they are; should it end meanwhile,
-        nothing is announced."""
-        with self.lock:
-            lease = self.leases.get(lease_id)
-            ids = list(lease.seq.block_ids) if lease is not None else []
-        if self._summed is not None:
-            self._sums.update({block: block_sum(self._summed[block]) for block in ids})
-
     def suspend(self, request_id: str, attempt: int) -> None:
         """Stops decoding and keeps the KV for another decode worker, who samples the next token. Said
         again, it is answered again; while its prompt is not complete here, or where nothing could fetch from
@@ -308,6 +293,7 @@ class DecodeEngine(LeasingEngine):
         """The last token's KV is not computed: the lease covers those before it."""
         seq.machine.move("LEASED")
         lease = self._open_lease(seq, seq.num_computed)
+        lease.summed = False
         self.scheduler.trim(seq, seq.num_computed)
         self._complete_lease(lease, seq.token_ids[-1])
 

@@ -15,11 +15,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import numpy as np
 
+from pagerelay.common.aside import run_aside
 from pagerelay.common.errors import ConfigError, TransferError
 from pagerelay.common.kv.checksum import wrong_blocks
 from pagerelay.common.kv.pool import KvPool
@@ -115,10 +118,11 @@ async def fetch_prompt(
     *,
     patience_s: float,
     clock: Callable[[], float],
-    checksums: bool = True,
+    checker: Executor | None = None,
 ) -> Fetched:
     """Runs the protocol above for one reserved sequence. ``patience_s``: longest silence of the peer between
-    renewals and news; it must be shorter than the lease. ``checksums``: compare those that the peer sends."""
+    renewals and news; it must be shorter than the lease. ``checker``: where the checksums that the peer sends
+    are compared; they are not where it is ``None``."""
     handle, seq = intake.handle, intake.seq
     lease = handle.lease
     if handle.num_tokens != seq.num_given:
@@ -158,9 +162,9 @@ async def fetch_prompt(
                     link, lease, sources, pool.blocks, targets, written=message.written
                 )
                 # Only of pools in the host's memory: see LeasingEngine.
-                if checksums and message.sums and isinstance(pool.blocks, np.ndarray):
+                if checker is not None and message.sums and isinstance(pool.blocks, np.ndarray):
                     sums = [message.sums[at] for at in due]
-                    wrong = await asyncio.to_thread(wrong_blocks, pool.blocks, targets, sums)
+                    wrong = await run_aside(checker, partial(wrong_blocks, pool.blocks, targets, sums))
                     corrupt = [sources[at] for at in wrong]
                     if corrupt:
                         raise CorruptBlocks(corrupt)

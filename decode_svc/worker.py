@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -64,6 +65,8 @@ class DecodeWorker(Worker):
             on_detach=self._recalled,
             keep=self._direct.holds,
         )
+        # One thread: it must not take the processors from the engine's.
+        self._checker = ThreadPoolExecutor(1, "checksums") if config.worker.checksums else None
         self._detaching: set[asyncio.Task[None]] = set()
         self._arrived: dict[str, float] = {}
         """request_id → when its job came; for durations only."""
@@ -85,6 +88,8 @@ class DecodeWorker(Worker):
         await asyncio.gather(*self._fetches.values(), return_exceptions=True)
         await asyncio.gather(*(self._detach(link) for link in self._peers.links()))
         await self._peers.close(LINGER_MS if isinstance(self._direct, CudaIpcBackend) else 0)
+        if self._checker is not None:
+            self._checker.shutdown()
         for backend in {*self._backends, self.parts.backend}:
             backend.close()
 
@@ -146,7 +151,7 @@ class DecodeWorker(Worker):
                 self.parts.pool,
                 patience_s=handle.lease_s / 4,
                 clock=self.clock,
-                checksums=self.config.worker.checksums,
+                checker=self._checker,
             )
         except ConfigError as error:
             log.error("%s", error)
