@@ -96,8 +96,8 @@ class LeasingEngine(EngineCore):
             return lease is not None and not lease.summed
 
     def make_sums(self, lease_id: int) -> None:
-        """Checksums of a lease whose KV was computed without, on any thread: tens of ms for a long prompt. The
-        lease keeps the blocks as they are; should it end meanwhile, nothing is announced."""
+        """Checksums of a lease whose KV was computed without, on any thread: tens of ms for a long prompt.
+        The lease keeps the blocks as they are; should it end meanwhile, nothing is announced."""
         with self.lock:
             lease = self.leases.get(lease_id)
             if lease is None or lease.summed:
