@@ -90,9 +90,15 @@ class Tokenizer:
 
     # -------------------------------------------------------------------------------------------- encoding
 
-    def encode(self, text: str, context_len: int | None = None, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        context_len: int | None = None,
+        add_special_tokens: bool = True,
+        param: str = "prompt",
+    ) -> list[int]:
         """Ids of a prompt text; with ``context_len``, :class:`ContextLengthExceeded` where it cannot fit."""
-        self._check_length(text, context_len)
+        self._check_length(text, context_len, param)
         return encode_ids(self._encoder, text, add_special_tokens)
 
     def encode_chat(
@@ -110,10 +116,10 @@ class Tokenizer:
         if self._control.spelled_in(given):
             given, hidden = self._control.hide(given)
             text = self.template.render(given[0], given[1], continue_final)
-            self._check_length(restore(text, hidden), context_len)
+            self._check_length(restore(text, hidden), context_len, "messages")
             return self._control.encode(text, hidden)
         text = self.template.render(given[0], given[1], continue_final)
-        self._check_length(text, context_len)
+        self._check_length(text, context_len, "messages")
         return encode_ids(self._encoder, text, add_special_tokens=False)
 
     def max_text_bytes(self, max_tokens: int) -> int:
@@ -126,7 +132,7 @@ class Tokenizer:
         """
         return max_tokens * self._longest
 
-    def _check_length(self, text: str, context_len: int | None) -> None:
+    def _check_length(self, text: str, context_len: int | None, param: str) -> None:
         if context_len is None or len(text) * 4 <= self.max_text_bytes(context_len - 1):
             return
         num_bytes = len(text.encode())
@@ -134,7 +140,8 @@ class Tokenizer:
             at_least = -(-num_bytes // self._longest)
             raise ContextLengthExceeded(
                 f"this model's maximum context length is {context_len} tokens, prompt and answer together, "
-                f"but the prompt has at least {at_least} ({num_bytes} bytes)"
+                f"but the prompt has at least {at_least} ({num_bytes} bytes)",
+                param=param,
             )
 
     # -------------------------------------------------------------------------------------------- decoding

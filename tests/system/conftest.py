@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from cluster import Cluster, running
+from cluster import Cluster, LoggedCluster, running
+from rows import after
 
 
 @pytest.fixture(scope="session")
@@ -14,3 +16,21 @@ def split(tiny_dir: Path) -> Iterator[Cluster]:
     """1 prefill and 1 decode worker over shared memory, tiny model; tests leave it idle."""
     with running(tiny_dir) as cluster:
         yield cluster
+
+
+@pytest.fixture
+async def row(split: Cluster) -> AsyncIterator[Cluster]:
+    """The same, which has to be as before when the test is over."""
+    split.fresh_log()
+    yield split
+    await after(split)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Generator[None, Any, Any]:
+    """A test that fails shows what the clusters that run have logged."""
+    report = yield
+    if report.failed:
+        for log in LoggedCluster.latest:
+            report.sections.append((f"log of {log.parent.name}", log.read_text()[-5000:]))
+    return report
