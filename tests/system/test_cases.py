@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 from cluster import Cluster, post
-from rows import CHAT, PATHS, asked, both, gold, ids_of, model_of, refused, smallest
+from rows import CHAT, PATHS, asked, both, gold, ids_of, model_of, refused, smallest, text_of
 
 from pagerelay.router.schemas import ChatRequest, CompletionRequest, GenerateRequest
 

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from cluster import Cluster
-from rows import CHAT, PATHS, asked, both, ids_of, model_of, refused, smallest, streamed
-from transformers import AutoModelForCausalLM
+from chat_templates import LLAMA
+from cluster import Cluster, running
+from rows import CHAT, PATHS, after, asked, both, ids_of, model_of, refused, smallest, streamed, text_of
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 STRANGE = "\ufffd"
+BOS = "<|im_start|>"
 
 
 async def test_c08_characters_of_several_tokens(row: Cluster) -> None:
     text = "ok 🦜🦜🦜 日本語 العربية 👩‍👩‍👧 🦜 end"
     common = {"temperature": 0, "return_token_ids": True, "max_tokens": 200}
-    for path in PATHS:
+    for path in PATHS[1:]:
         body = smallest(path, await model_of(row)) | common
         checked, events = await streamed(row, path, body | {"guided_choice": [text]})
         assert checked.texts[0] == text
@@ -27,7 +34,7 @@ async def test_c08_characters_of_several_tokens(row: Cluster) -> None:
         ids = checked.token_ids[0][: -1 if checked.finish[0] == "stop" else None]
         assert await text_of(row, ids) == text
     lone = (await ids_of(row, prompt="🦜"))[-1:]  # its last byte
-    for path in PATHS:
+    for path in PATHS[1:]:
         body = smallest(path, await model_of(row)) | common
         checked, events = await streamed(row, path, body | {"allowed_token_ids": lone, "ignore_eos": True})
         assert checked.token_ids[0] == lone * 200
@@ -45,10 +52,10 @@ async def test_c15_several_choices(row: Cluster) -> None:
     model = await model_of(row)
     sampled = {"model": model, "temperature": 1, "seed": 7, "max_tokens": 40, "ignore_eos": True}
     sampled |= {"return_token_ids": True}
-    for path, length in ((PATHS[0], 19), *((PATHS[1], length) for length in (19, 15, 16, 17))):
+    for path, length in ((PATHS[0], 19), *((PATHS[1], length) for length in (15, 16, 17, 19))):
         prompt = [1000 + 7 * at for at in range(length)]
         body = sampled | {"prompt": prompt, "n": 4}
-        answer, _ = await both(row, path, body)
+        answer, _ = await both(row, path, body)  # twice the same
         assert answer["usage"] == {
             "prompt_tokens": length,
             "completion_tokens": 160,
@@ -57,19 +64,17 @@ async def test_c15_several_choices(row: Cluster) -> None:
         choices = answer["choices"]
         assert [(one["index"], one["finish_reason"]) for one in choices] == [(k, "length") for k in range(4)]
         assert len({tuple(one["token_ids"]) for one in choices}) > 1
-        assert (await asked(row, path, body))["choices"] == choices
-        # A choice's numbers come from the seed and its own index, whoever is beside it.
-        for n in (1, 3):
-            assert (await asked(row, path, body | {"n": n}))["choices"] == choices[:n]
+    # A choice's numbers come from the seed and its own index, whoever is beside it.
+    for n in (1, 3):
+        assert (await asked(row, path, body | {"n": n}))["choices"] == choices[:n]
     wanted = [[5, 6, 7], [900 + at for at in range(33)], [30] * 16]
-    for path in PATHS[:2]:
-        answer, events = await both(row, path, sampled | {"prompt": wanted, "n": 2})
-        assert answer["usage"]["prompt_tokens"] == 3 + 33 + 16
-        assert {one["index"] for event in events for one in event["choices"]} == set(range(6))
-        for at, prompt in enumerate(wanted):
-            alone = (await asked(row, path, sampled | {"prompt": prompt, "n": 2}))["choices"]
-            both_of_it = answer["choices"][2 * at : 2 * at + 2]
-            assert [one | {"index": one["index"] % 2} for one in both_of_it] == alone
+    answer, events = await both(row, PATHS[1], sampled | {"prompt": wanted, "n": 2})
+    assert answer["usage"]["prompt_tokens"] == 3 + 33 + 16
+    assert {one["index"] for event in events for one in event["choices"]} == set(range(6))
+    for at, prompt in enumerate(wanted):
+        alone = (await asked(row, PATHS[1], sampled | {"prompt": prompt, "n": 2}))["choices"]
+        both_of_it = answer["choices"][2 * at : 2 * at + 2]
+        assert [one | {"index": one["index"] % 2} for one in both_of_it] == alone
 
 
 def table_of(folder: Path, ids: list[int]) -> torch.Tensor:
@@ -166,3 +171,100 @@ async def test_c17_logprobs_of_chats(row: Cluster) -> None:
         ({"logprobs": 5}, "logprobs"),
     ):
         await refused(row, CHAT, common | more, param)
+
+
+# ---------------------------------------------------------------- chats
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The same model with a tokenizer that begins each text with BOS, as Llama's does, and a template that
+    writes BOS itself and knows tools."""
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    folder.mkdir()
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        (folder / name).symlink_to(tiny_dir / name)
+    tokenizer = Tokenizer.from_file(str(tiny_dir / "tokenizer.json"))
+    tokenizer.post_processor = TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 1)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    shutil.copyfile(tiny_dir / "tokenizer_config.json", folder / "tokenizer_config.json")
+    (folder / "chat_template.jinja").write_text(LLAMA, encoding="utf-8")
+    with running(folder) as cluster:
+        yield cluster
+
+
+async def test_c19_all_ids_that_end_an_answer(row: Cluster) -> None:
+    of_config = json.loads((row.folder / "config.json").read_text())["eos_token_id"]
+    eos = json.loads((row.folder / "generation_config.json").read_text())["eos_token_id"]
+    assert isinstance(of_config, int)
+    assert len({of_config, *eos}) == 2
+    common = smallest(CHAT, await model_of(row), "Say hi.") | {"temperature": 0, "return_token_ids": True}
+    for end in eos:
+        body = common | {"logit_bias": {str(end): 12}, "max_tokens": 200}
+        goes_on, _ = await both(row, CHAT, body | {"ignore_eos": True, "max_tokens": 64})
+        (choice,) = goes_on["choices"]
+        ids = choice["token_ids"]
+        assert (len(ids), choice["finish_reason"], goes_on["usage"]["completion_tokens"]) == (
+            64,
+            "length",
+            64,
+        )
+        first = ids.index(end)
+        assert first > 0
+        for asked_for, answered in ((body, ids[: first + 1]), (body | {"min_tokens": 20}, None)):
+            answer, _ = await both(row, CHAT, asked_for)
+            (choice,) = answer["choices"]
+            assert choice["finish_reason"] == "stop"
+            assert choice["message"]["content"] == await text_of(row, choice["token_ids"][:-1])
+            assert "<|" not in choice["message"]["content"]
+            assert choice["token_ids"][-1] == end
+            assert not set(eos) & set(choice["token_ids"][:-1])
+            assert answered in (None, choice["token_ids"])
+        assert len(choice["token_ids"]) >= 20
+        for stop in ({}, {"stop_token_ids": [5]}):
+            await refused(row, CHAT, body | {"min_tokens": 20, "max_tokens": 10} | stop, "min_tokens")
+
+
+@pytest.mark.parametrize("with_bos", [False, True], ids=["no bos", "bos"])
+async def test_c20_a_chat_is_tokenised_once(split: Cluster, llama: Cluster, with_bos: bool) -> None:
+    cluster = llama if with_bos else split
+    cluster.fresh_log()
+    reference = AutoTokenizer.from_pretrained(cluster.folder)
+    model, bos = await model_of(cluster), reference.bos_token_id
+    assert (reference("hi")["input_ids"][0] == bos) is with_bos
+    contents = ["hi", "one\r\ntwo\r\n", "trailing blanks   ", "\ttab and trailing lines \n\n", "=" * 50_000]
+    for content in contents:
+        turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
+        due = reference.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+        assert await ids_of(cluster, messages=turns) == due
+        assert due.count(bos) == (1 if with_bos else 3)  # the other template's turns begin with it
+        few = {"max_tokens": 8, "temperature": 0}
+        answer, _ = await both(cluster, CHAT, {"model": model, "messages": turns} | few)
+        as_ids = await asked(cluster, PATHS[0], {"prompt": due} | few)
+        assert answer["usage"] == as_ids["usage"]
+        assert answer["usage"]["prompt_tokens"] == len(due)
+        assert answer["choices"][0]["message"]["content"] == as_ids["choices"][0]["text"]
+        shown = content.strip() if with_bos else content  # that template trims
+        assert shown in await text_of(cluster, due)
+    await after(cluster)
+
+
+async def test_c11_null_beside_calls(llama: Cluster) -> None:
+    """And the turn that answers the call."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    turns = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "5"},
+    ]
+    ids = await ids_of(llama, messages=turns)
+    assert '{"name": "add", "parameters": {"a": 1}}' in await text_of(llama, ids)
+    body = {"model": await model_of(llama), "messages": turns, "max_tokens": 4, "temperature": 0}
+    answer, _ = await both(llama, CHAT, body)
+    assert answer["usage"]["prompt_tokens"] == len(ids)
+    absent = [turns[0], {k: v for k, v in turns[1].items() if k != "content"}, turns[2]]
+    assert (await asked(llama, CHAT, body | {"messages": absent}))["choices"] == answer["choices"]
+    for role in ("user", "system", "tool", "assistant"):
+        null = {"role": role, "content": None} | ({"tool_call_id": "call_1"} if role == "tool" else {})
+        await refused(llama, CHAT, body | {"messages": [*turns[:2], null]}, "messages[2].content")
+    await after(llama)
