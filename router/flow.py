@@ -178,7 +178,8 @@ class RequestFlow:
                 return []
             self._move("FAILED")
             raise DeadlineExceeded(
-                f"no progress for {patience:g} s while {was}; the cluster is overloaded or stuck"
+                f"no progress for {patience:g} s while {was}; the cluster is overloaded or stuck",
+                code="queue_timeout",
             )
         if isinstance(event, TokenDelta):
             if self.state == "HANDOFF" and event.attempt == self.attempt:

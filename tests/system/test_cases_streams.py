@@ -154,7 +154,7 @@ async def test_c24_the_official_client_reads_it(row: Cluster) -> None:
                     assert (chunks[-1].usage, chunks.pop().choices) == (whole.usage, [])
                 assert all(chunk.usage is None and len(chunk.choices) == 1 for chunk in chunks)
                 assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
-    assert taps.check_all() == 6
+    assert taps.check_all() == 8
 
 
 # ---------------------------------------------------------------- clients that do not read
