@@ -146,14 +146,17 @@ class Tokenizer:
 
     # -------------------------------------------------------------------------------------------- decoding
 
-    def detokenizer(self, skip_special_tokens: bool = True, keep: Sequence[str] = ()) -> Detokenizer:
-        """A fresh incremental decoder for one choice; special tokens in ``keep`` are never skipped."""
+    def detokenizer(
+        self, skip_special_tokens: bool = True, keep: Sequence[str] = (), after: Sequence[int] = ()
+    ) -> Detokenizer:
+        """A fresh incremental decoder for one choice; special tokens in ``keep`` are never skipped. The text
+        goes on from the ids ``after``: some tokenizers drop a blank at the very beginning."""
         skip = self.special_ids if skip_special_tokens else frozenset[int]()
         if keep and skip:
             skip -= {self._encoder.token_to_id(token) for token in keep}
         if self._byte_level:
             return ByteDetokenizer(self._token_bytes, skip)
-        return WindowDetokenizer(self._decode, skip, self._byte_ids)
+        return WindowDetokenizer(self._decode, skip, self._byte_ids, after)
 
     def decode(self, ids: list[int]) -> str:
         """The text of all ids at once, special tokens as they are spelled. Other threads run meanwhile."""

@@ -1,13 +1,47 @@
-"""PLACEHOLDER"""
+"""Public faults of other servers as black-box tests; the number of a test is its row's. Here: what a request
+may say. Beside it: test_cases_tokens (what is told of tokens), test_cases_streams (streams, those who leave).
+Each row ends with one check of the whole cluster, ``rows.after``.
+
+Rows that other tests show, too (u: unit/router): C01 C05 C06 C10 C14 u/test_validate, u/test_json_body;
+C03 u/test_stops, test_api; C08 u/test_detokenizer; C11 u/test_tools, test_api; C12 u/test_registry;
+C15 test_sampling; C17 test_sampling, u/test_replies; C19 test_exact, test_api; C20 u/test_text;
+C21 test_api; C23 test_failures.
+
+The rules that were distilled from the rows, and the tests that show them:
+
+================================================ ========================================================
+a1  one bounded request, one sampling            C01, C06, u/test_validate, test_openapi
+a2  strict JSON in and out                       C01, C10, u/test_json_body; strict_sse reads all answers
+a3  zero, false, empty and absent differ         C05, C06, C14, u/test_validate
+a4  known before the first token: a 4xx          C12, C05 (a batch), ``rows.refused`` in all rows
+a5  what cannot be kept is refused by name       C14, u/test_validate, shape/test_api_table
+a6  one machine of stops and limits              C03, C19, u/test_stops, u/test_answer
+a7  one detokenizer that holds bytes             C08, u/test_detokenizer, ``rows.both`` in all rows
+a8  logprobs are lists by id                     C17, u/test_replies
+a9  chats are tokenised once                     C11, C20, u/test_text, u/test_tools
+a10 random numbers by seed, choice, position     C15, test_sampling, test_exact, unit/common/test_sampler
+b1  one cancel scope, one release                C21, u/test_flow, test_failures
+b2  a client that leaves is ordinary             C21, whose end looks at the logs
+b3  errors before and after the first byte       C23, C25 (an error after a long wait), u/test_replies
+b4  who does not read loses its own stream       C25
+b5  one writer, one checker of streams           u/test_replies, u/test_strict_sse, helpers/taps in all tests
+b6  time limits with codes and metrics           u/test_http, u/test_flow, C25
+================================================ ========================================================
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import subprocess
+import sys
 from itertools import product
+from pathlib import Path
 from typing import Any
 
-from cluster import Cluster, post
-from rows import CHAT, PATHS, asked, both, gold, ids_of, model_of, refused, smallest, text_of
+import pytest
+from cluster import Cluster, post, running
+from rows import CHAT, PATHS, after, asked, both, gold, ids_of, model_of, refused, smallest, text_of
 
 from pagerelay.router.schemas import ChatRequest, CompletionRequest, GenerateRequest
 
@@ -255,3 +289,44 @@ async def test_c14_what_cannot_be_kept_is_refused(row: Cluster) -> None:
 
 def said_by(choice: dict[str, Any]) -> str:
     return str(choice["message"]["content"] if "message" in choice else choice["text"])
+
+
+@pytest.mark.slow
+async def test_c12_the_limit_is_the_smallest_of_all(tiny_dir: Path) -> None:
+    """The router's own, a decode worker's with a pool of 32 blocks, a prefill worker's with 16."""
+    with running(tiny_dir, model__max_model_len=1000) as cluster, contextlib.ExitStack() as ending:
+        started = {}
+        for role, num_blocks in (("decode", 32), ("prefill", 16)):
+            command = [
+                sys.executable,
+                "-m",
+                "pagerelay.cli",
+                role,
+                "--model",
+                str(tiny_dir),
+                "--threads",
+                "1",
+            ]
+            command += ["--router", cluster.launcher.workers_endpoint, "--num-blocks", str(num_blocks)]
+            started[role] = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+            ending.callback(started[role].wait, 30)
+            ending.callback(started[role].terminate)
+
+        async def limit_is(context: int) -> None:
+            async def is_so() -> bool:
+                return bool((await cluster.get("/cluster"))["context_len"] == context)
+
+            await cluster.until(f"the context is {context}", is_so, 60)
+            for length in (context, context + 1):
+                body = {"prompt": [5] * length}
+                await refused(cluster, PATHS[0], body, "prompt", "context_length_exceeded", (context, length))
+            answer = await cluster.generate([5] * (context - 1), 65_535)
+            assert answer["usage"]["completion_tokens"] == 1
+            assert answer["choices"][0]["finish_reason"] == "length"
+
+        for leaving, context in (("prefill", 16 * 16), ("decode", 32 * 16), (None, 1000)):
+            await limit_is(context)
+            if leaving is not None:
+                started[leaving].terminate()
+        assert [process.wait(30) for process in started.values()] == [0, 0]
+        await after(cluster)
