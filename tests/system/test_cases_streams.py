@@ -232,7 +232,7 @@ async def test_c25_a_wait_for_the_first_token_is_not_silent(wide_row: Cluster) -
     openai = pytest.importorskip("openai")
     model = await model_of(wide_row)
     few = {"max_tokens": 3, "temperature": 0, "ignore_eos": True}
-    prompts = [[at + 3] * 8000 for at in range(8)]
+    prompts = [[at + 3] * 8000 for at in range(5)]
     before = [asyncio.create_task(wide_row.ids(prompt, 1)) for prompt in prompts[:-1]]
     while await wide_row.metric("pagerelay_requests_running") < len(before):
         await asyncio.sleep(0.01)

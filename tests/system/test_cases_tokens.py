@@ -189,7 +189,7 @@ def llama(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     tokenizer.save(str(folder / "tokenizer.json"))
     shutil.copyfile(tiny_dir / "tokenizer_config.json", folder / "tokenizer_config.json")
     (folder / "chat_template.jinja").write_text(LLAMA, encoding="utf-8")
-    with running(folder) as cluster:
+    with running(folder, cluster__prefill=0, cluster__decode=0, cluster__colocated=1) as cluster:
         yield cluster
 
 
