@@ -155,6 +155,8 @@ def fold(request: AnyGenerateRequest) -> GenerateRequest:
                 say("guided_json", schema, prefix + "grammar")
             case NamedJsonGrammar(named):
                 say("guided_json", named.schema or {}, prefix + "grammar")
+            case None:
+                pass
     if request.return_logprob:
         say("logprobs", request.top_logprobs_num or 0, "return_logprob")
     elif request.top_logprobs_num:
