@@ -99,8 +99,7 @@ async def test_the_same_answers_on_both_sides_of_the_split(split: Cluster, tiny_
         alone = await ask(cluster)
         await cluster.idle()
     for want, answer in answers.items():
-        assert {**alone[want], "logprobs": None} == {**answer, "logprobs": None}, want
-        assert str(alone[want]["logprobs"])[:200] == str(answer["logprobs"])[:200]
+        assert alone[want] == answer, want
 
 
 LONG = {
