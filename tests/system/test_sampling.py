@@ -13,48 +13,17 @@ from typing import Any
 import pytest
 import torch
 from cluster import Cluster, running
+from features import SAMPLING, TOKENS, together
 from reference import prompts
 from transformers import AutoModelForCausalLM
 
-TOKENS = 12
-# 260 and 1000 are likely for the tiny model after these prompts, so that forbidding or lifting them tells.
-FEATURES: dict[str, dict[str, Any]] = {
-    "presence": {"presence_penalty": 1.5},
-    "frequency": {"frequency_penalty": -1.2},
-    "repetition": {"repetition_penalty": 1.7},
-    "bias": {"logit_bias": {"260": 1.5, "1000": -100.0, "7": 0.75}},
-    "bad words": {"bad_words": ["the", "a long one", "\n"]},
-    "allowed": {"allowed_token_ids": list(range(200, 1500))},
-    "least": {"min_tokens": TOKENS, "ignore_eos": False},
-    "seeded": {"temperature": 0.8, "seed": 11},
-    "filters": {"temperature": 1.3, "seed": 5, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
-    "logprobs": {"logprobs": 5},
-    "prompt logprobs": {"prompt_logprobs": 2},
-    "n": {"n": 3},
-    "best": {"n": 2, "best_of": 4, "temperature": 0.9, "seed": 3},
-}
-PAIRS = [dict(pair) for pair in itertools.combinations(FEATURES.items(), 2)]
-
-
-@pytest.fixture(scope="module")
-def colocated(tiny_dir: Path) -> Iterator[Cluster]:
-    with running(tiny_dir, cluster__prefill=0, cluster__decode=0, cluster__colocated=1) as cluster:
-        yield cluster
+PAIRS = list(itertools.combinations(SAMPLING, 2))
 
 
 @pytest.fixture(scope="module")
 def split_tcp(tiny_dir: Path) -> Iterator[Cluster]:
     with running(tiny_dir, worker__transport="tcp") as cluster:
         yield cluster
-
-
-def together(fields: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    for one in fields.values():
-        merged |= one
-    if "n" in merged and merged.get("best_of", merged["n"]) < merged["n"]:
-        merged["best_of"] = merged["n"]
-    return merged
 
 
 async def said(cluster: Cluster, prompt: list[int], fields: dict[str, Any]) -> list[dict[str, Any]]:
@@ -70,12 +39,12 @@ async def test_each_feature_and_each_pair_says_the_same_on_both_sides_of_the_spl
     seen = set()
     # All pairs once, spread over the lengths; each feature alone at each of them.
     spread = PAIRS[[1, 16, 37].index(length) :: 3]
-    for fields in [{name: one} for name, one in FEATURES.items()] + spread:
-        body = together(fields)
+    for names in [(name,) for name in SAMPLING] + spread:
+        body = together(*names)
         alone = await said(colocated, prompt, body)
-        assert await said(split, prompt, body) == alone, fields
-        if len(fields) == 1:
-            assert await said(split_tcp, prompt, body) == alone, fields
+        assert await said(split, prompt, body) == alone, names
+        if len(names) == 1:
+            assert await said(split_tcp, prompt, body) == alone, names
         seen.add(str(alone[0]["token_ids"]))
     assert len(seen) > 6  # the features do something
     for cluster in (split, split_tcp, colocated):
