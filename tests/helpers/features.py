@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
@@ -32,12 +33,16 @@ SAMPLING: dict[str, Fields] = {
     "best": {"n": 2, "best_of": 4, "temperature": 0.9, "seed": 3},
 }
 
-_CITY = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
-_TOOLS = [{"type": "function", "function": {"name": name, "parameters": _CITY}} for name in ("f", "go")]
+_OBJECT = {
+    "type": "object",
+    "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9999}},
+    "required": ["x"],
+}
+_TOOLS = [{"type": "function", "function": {"name": name, "parameters": _OBJECT}} for name in ("f", "go")]
 _WRITTEN = r'<tool_call>\{"name": "f", "arguments": \{"x": [0-9]{1,9}\}\}</tool_call>'
 _ROOM = {"max_tokens": 40}
 GRAMMARS: dict[str, Fields] = {
-    "json_schema": {"response_format": {"type": "json_schema", "json_schema": {"schema": _CITY}}} | _ROOM,
+    "json_schema": {"response_format": {"type": "json_schema", "json_schema": {"schema": _OBJECT}}} | _ROOM,
     "json_object": {"structured_outputs": {"json_object": True}} | _ROOM,
     "regex": {"guided_regex": r"([a-z]{2,4} ){2,5}\."} | _ROOM,
     "choice": {"guided_choice": ["yes", "no", "perhaps tomorrow"]} | _ROOM,
@@ -47,7 +52,7 @@ GRAMMARS: dict[str, Fields] = {
 TOOLS: dict[str, Fields] = {
     "tools": {"tools": _TOOLS},
     "tools called": {"tools": _TOOLS, "structured_outputs": {"regex": _WRITTEN}} | _ROOM,
-    "tools forced": {"tools": _TOOLS, "tool_choice": "required"} | _ROOM,
+    "tools forced": {"tools": _TOOLS, "tool_choice": "required", "parallel_tool_calls": False} | _ROOM,
 }
 OTHERS: dict[str, Fields] = {
     "beams": {"num_beams": 3, "n": 2},
@@ -112,15 +117,21 @@ def request(prompt: list[int], text: str, fields: Fields) -> tuple[str, Fields]:
     return GENERATE, body | {"prompt": prompt}
 
 
-async def ask(cluster: Cluster, route: str, body: Fields) -> Any:
+async def ask(cluster: Cluster, route: str, body: Fields, heard: Callable[[Any], None] | None = None) -> Any:
     """The answer less what is random in it, a stream joined to what it would be without; or, of one that is
-    refused, (status, code, param)."""
+    refused, (status, code, param). ``heard`` gets each event of a stream as it comes."""
     async with aiohttp.ClientSession() as session, session.post(cluster.url + route, json=body) as response:
         if response.status != 200:
             error = (await response.json())["error"]
             return response.status, error["code"], error["param"]
         if body.get("stream"):
-            return joined([event async for event in sse(response, body)])
+            events = []
+            async for event in sse(response, body):
+                assert "error" not in event, event
+                events.append(event)
+                if heard is not None:
+                    heard(event)
+            return joined(events)
         answer = await response.json()
     check_answer(_COMPONENTS[route], answer)
     return joined([answer])
@@ -129,16 +140,18 @@ async def ask(cluster: Cluster, route: str, body: Fields) -> Any:
 def joined(events: list[Any]) -> Any:
     """The plain form of an answer that came in so many pieces."""
     told = [{"choices": event["choices"], "usage": event.get("usage")} for event in events]
-    return _plain(reduce(_merged, told, {"choices": []}))
+    return _plain(reduce(_merged, told, None))
 
 
 def _merged(one: Any, other: Any) -> Any:
-    if one is None or other is None:
-        return other if one is None else one
-    if isinstance(one, dict):
+    if other is None:
+        return one
+    if isinstance(other, dict):
+        one = one or {}
         return {key: _merged(one.get(key), other.get(key)) for key in one | other}
-    if not isinstance(one, list):
+    if not isinstance(other, list):
         return one + other if isinstance(one, str) else other
+    one = one or []
     if not any(isinstance(item, dict) and isinstance(item.get("index"), int) for item in one + other):
         return one + other
     by_index: dict[int, Any] = {}

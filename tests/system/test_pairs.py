@@ -59,7 +59,6 @@ async def test_each_pair_says_the_same_on_both_sides_of_the_split(
             differ[pair] = answers[pair], alone
 
     await asyncio.gather(*(one(*numbered) for numbered in enumerate(PAIRS)))
-    print(differ)
     assert not differ
     no = {frozenset(pair) for pair, answer in answers.items() if isinstance(answer, tuple)}
     assert no == {frozenset(pair) for pair in PAIRS} & refused()
