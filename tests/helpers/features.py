@@ -52,7 +52,12 @@ GRAMMARS: dict[str, Fields] = {
 TOOLS: dict[str, Fields] = {
     "tools": {"tools": _TOOLS},
     "tools called": {"tools": _TOOLS, "structured_outputs": {"regex": _WRITTEN}} | _ROOM,
-    "tools forced": {"tools": _TOOLS, "tool_choice": "required", "parallel_tool_calls": False} | _ROOM,
+    "tools forced": {
+        "tools": _TOOLS,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 100,
+    },
 }
 OTHERS: dict[str, Fields] = {
     "beams": {"num_beams": 3, "n": 2},

@@ -23,8 +23,8 @@ FEW: Fields = {"allowed_token_ids": [7, 260, 1000]}
 """Answers of three tokens: many guesses are right, and many wrong."""
 GUESSING = {"engine__speculative": "ngram", "engine__prompt_lookup_min": 1}
 MANY = 16
-HEARD = 12
-"""Tokens of each stream before its decode worker is killed."""
+HEARD = 6
+"""Tokens of each case's stream before its decode worker is killed."""
 STREAMED: Fields = {"stream": True, "stream_options": {"include_usage": True}}
 _NUMBERS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 40}
 _TOOL = {
@@ -39,14 +39,14 @@ _PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_pen
 _LONG = {"max_tokens": 120, "temperature": 0.9}
 CASES: dict[str, Fields] = {
     "grammar": {"guided_json": _NUMBERS, "logprobs": 2} | _PENALTIES | _LONG,
-    "guesses": {"guided_regex": "(ab|ba| ab| ba){40,90}"} | _LONG,
-    "tools": {"tools": [_TOOL], "structured_outputs": {"regex": f"({_CALL}){{5}}"}}
+    "guesses": _LONG | {"guided_regex": "(ab|ba| ab| ba){200,400}", "max_tokens": 400},
+    "tools": {"tools": [_TOOL], "structured_outputs": {"regex": f"({_CALL}){{4}}"}}
     | _LONG
-    | {"max_tokens": 300},
+    | {"max_tokens": 240},
     "tools forced": {"tools": [_TOOL], "tool_choice": "required", "logprobs": 1} | _LONG,
     "n": {"n": 3, "logprobs": 1} | _LONG,
     "stop": _LONG,
-    "beams": {"num_beams": 3, "n": 3, "max_tokens": 200},
+    "beams": {"num_beams": 3, "n": 3, "max_tokens": 160},
 }
 SEEDS = {name: 700 + number for number, name in enumerate(CASES)}
 
@@ -88,7 +88,7 @@ def asked(colocated: Cluster) -> dict[str, Asked]:
 
     found = asyncio.run(ask_all())
     assert found["stop"].alone["choices"][0]["finish_reason"] == "stop"
-    assert len(found["tools"].alone["choices"][0]["message"]["tool_calls"]) == 5
+    assert len(found["tools"].alone["choices"][0]["message"]["tool_calls"]) == 4
     return found
 
 
@@ -136,12 +136,19 @@ async def test_killed_in_mid_stream(doomed: Cluster, asked: dict[str, Asked]) ->
         for name, one in asked.items()
     }
     await far.wait()
-    victim = min(await doomed.workers("decode"), key=lambda worker: worker["requests"])
-    assert victim["requests"] == len(CASES) + 2, "one has three choices"
-    doomed.signal(victim["id"], signal.SIGKILL)
+    lost = len(CASES) + 2  # one has three choices
+
+    async def killed() -> bool:
+        for worker in await doomed.workers("decode"):
+            if worker["requests"] == lost:  # else one was preempted, and is on its way back
+                doomed.signal(worker["id"], signal.SIGKILL)
+                return True
+        return False
+
+    await doomed.until("all are on one worker", killed)
+    filling.cancel()
     for name, task in tasks.items():
         assert await task == asked[name].alone, name
-    assert await doomed.metric("pagerelay_recoveries_total", cause="worker_lost") == victim["requests"]
-    filling.cancel()
+    assert await doomed.metric("pagerelay_recoveries_total", cause="worker_lost") == lost
     await asyncio.gather(filling, return_exceptions=True)
     await doomed.idle()
