@@ -38,6 +38,7 @@ _CALL = r'<tool_call>\{"name": "f", "arguments": \{"x": [0-9]{16,20}\}\}</tool_c
 _PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.1}
 _LONG = {"max_tokens": 120, "temperature": 0.9}
 CASES: dict[str, Fields] = {
+    "sampling": {"logit_bias": {"260": 1.0}, "logprobs": 2} | _PENALTIES | _LONG,
     "grammar": {"guided_json": _NUMBERS, "logprobs": 2} | _PENALTIES | _LONG,
     "guesses": _LONG | {"guided_regex": "(ab|ba| ab| ba){200,400}", "max_tokens": 400},
     "tools": {"tools": [_TOOL], "structured_outputs": {"regex": f"({_CALL}){{4}}"}}
