@@ -50,13 +50,15 @@ CASES: dict[str, Fields] = {
     "beams": {"num_beams": 3, "n": 3, "max_tokens": 160},
 }
 SEEDS = {name: 700 + number for number, name in enumerate(CASES)}
+SHORT_AT = {"guesses": "token:250", "beams": "RUNNING"}
+"""When there is no block for a case's next token; else at "token:60"."""
 
 
 @pytest.fixture(scope="module")
 def doomed(tools_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two decode workers that guess, and have no block for a case once in each of its answers."""
     points = {
-        str(seed): (Point(role="decode", at="RUNNING" if name == "beams" else "token:20", does="starve"),)
+        str(seed): (Point(role="decode", at=SHORT_AT.get(name, "token:60"), does="starve"),)
         for name, seed in SEEDS.items()
     }
     plan = Plan(seed=0, points=points, folder=str(tmp_path_factory.mktemp("plan")))
@@ -83,7 +85,7 @@ def asked(colocated: Cluster) -> dict[str, Asked]:
         made = {name: request(PROMPT, TEXT, fields | {"seed": SEEDS[name]}) for name, fields in CASES.items()}
         text = (await ask(colocated, *made["stop"]))["choices"][0]["text"]
         # The first is there but for its last character, the second to its end: all is held back for long.
-        made["stop"][1]["stop"] = [text[20:200] + "\0", text[30:250]]
+        made["stop"][1]["stop"] = [text[20:300] + "\0", text[30:400]]
         alone = await asyncio.gather(*(ask(colocated, *one) for one in made.values()))
         return {name: Asked(*made[name], answer) for name, answer in zip(made, alone, strict=True)}
 
