@@ -78,3 +78,4 @@ async def test_each_pair_says_the_same_on_both_sides_of_the_split(
     assert "tool_calls" in ended["tools called"] & ended["tools forced"]
     for cluster in (tools_split, colocated):
         await cluster.idle()
+        assert await cluster.metric("pagerelay_recoveries_total") == 0
