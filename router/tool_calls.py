@@ -80,8 +80,8 @@ class ToolRules(Struct, frozen=True):
     names: frozenset[str]
     parallel: bool = True
     """Else the answer ends with its first call."""
-    named: bool = False
-    """The only call that there may be was asked for by name."""
+    named: str | None = None
+    """The function that must be called, if there is one."""
     short_ids: bool = False
     """Calls have ids of nine letters and digits: Mistral's templates take no others."""
     strict: frozenset[str] = frozenset()

@@ -42,8 +42,8 @@ class XmlArguments:
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self._schema = schema
-        self._said = ""
-        self._next = "{"
+        self._said = "{"
+        self._next = ""
         """What stands before the next key."""
         self._kinds: frozenset[str] | None = None
         """The types that the value may have which is being read, if one is."""
@@ -54,11 +54,12 @@ class XmlArguments:
         """JSON that may be passed on, how many characters of ``text`` it stands for, and whether the call
         is over. The rest of ``text`` is given again, with more behind it; with ``last`` there is no more,
         and what is unfinished stays so."""
-        self._said, at, over, before = "", 0, False, -1
+        at, over, before = 0, False, -1
         while at != before and not over:
             before = at
             at, over = self._key(text, at, last) if self._kinds is None else self._value(text, at, last)
-        return self._said, at, over
+        said, self._said = self._said, ""
+        return said, at, over
 
     def _key(self, text: str, at: int, last: bool) -> tuple[int, bool]:
         rest = text[at:]
@@ -73,7 +74,7 @@ class XmlArguments:
         closed, further = match(rest, "</function>"), match(rest, "<parameter=")
         if closed is None or further is None or (further > 0 and len(rest) <= _MAX_KEY):
             return at, last  # it may become either
-        self._said += "{}" if self._next == "{" else "}"
+        self._said += "}"
         return at + max(closed or 0, 0), True
 
     def _value(self, text: str, at: int, last: bool) -> tuple[int, bool]:
@@ -133,6 +134,12 @@ def _at(reference: str, root: Any) -> Any:
     for part in reference.removeprefix("#").split("/")[1:]:
         root = root.get(part) if isinstance(root, dict) else None
     return root
+
+
+def deref(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
+    """What a reference points to, or the schema itself; nothing where that is none."""
+    found = _at(schema["$ref"], root) if isinstance(schema, dict) and "$ref" in schema else schema
+    return found if isinstance(found, dict) else {}
 
 
 def _json(text: str, allowed: frozenset[str]) -> str:
