@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any, Final, Literal
 
 import msgspec
@@ -31,10 +31,7 @@ _NOT_YET: Final = (
 
 
 def read_grammar(
-    request: Common,
-    tools: list[FunctionSpec],
-    rules: ToolRules | None,
-    tokens: Mapping[str, int],
+    request: Common, tools: list[FunctionSpec], rules: ToolRules | None, tokens: Iterable[tuple[str, int]]
 ) -> tuple[Grammar | None, str]:
     """The request's grammar, if it has one, and the field that it is in. For ``tokens`` see
     :func:`strict_calls`. Whether it can be compiled is not looked at: see :mod:`grammar_check`."""
@@ -70,7 +67,7 @@ def read_grammar(
                 f"{param} and strict tools both say what the answer is; leave one out, or give a JSON schema"
             )
             raise InvalidRequest(message, param=param)
-        param, kind, value = "tools", "lark", strict_calls(rules, tools, tokens, value)
+        param, kind, value = "tools", "lark", strict_calls(rules, tools, dict(tokens), value)
     text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
     size = len(text.encode())
     if size > MAX_GRAMMAR_BYTES:

@@ -13,140 +13,81 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from pagerelay.common.grammar import WHITESPACE
-from pagerelay.router.prompts import unsupported
 from pagerelay.router.tool_calls import ToolFamily, ToolRules
-from pagerelay.router.tool_xml import deref, kinds
 
 FunctionSpec = dict[str, Any]
 """``{"type": "function", "function": {"name", "description"?, "parameters"}}``, as templates take it."""
 
-_MARKS: Final[dict[ToolFamily, tuple[str, ...]]] = {
-    "hermes": ("<tool_call>",),
-    "llama3_json": ("<|python_tag|>",),
-    "mistral": ("[TOOL_CALLS]",),
-    "mistral_args": ("[TOOL_CALLS]",),
-    "qwen3_coder": ("<tool_call>", "<function="),
+Schema = dict[str, Any]
+STRICT: Final[dict[ToolFamily, str]] = {
+    "hermes": "<tool_call>",
+    "llama3_json": "<|python_tag|>",
+    "mistral": "[TOOL_CALLS]",
+    "mistral_args": "[TOOL_CALLS]",
 }
-_TERMINALS: Final = r"""
-GAP: /[ \t\r\n]{0,8}/
-ANY: /(?s:.*)/
-"""
-_NOTES: Final = frozenset({"title", "description", "default", "examples", "$defs"})
-"""Words of a schema that ask for nothing."""
+"""Families that a grammar can be made for → what their calls begin with."""
 
 
-def forced_schema(
-    tools: list[FunctionSpec], name: str | None = None, parallel: bool = True
-) -> dict[str, Any]:
+def forced_schema(tools: list[FunctionSpec], name: str | None = None, parallel: bool = True) -> Schema:
     """The JSON schema of an output that is a list of calls and nothing else, read by the family ``forced``.
 
     ``name`` is the function that must be called, ``None`` any; without ``parallel``, or with a name, there is
     one call.
     """
     calls = _calls([tool for tool in tools if name in (None, tool["function"]["name"])])
+    items = {"anyOf": calls.pop("anyOf")}
     one = {} if parallel and name is None else {"maxItems": 1}
-    return {
-        "type": "array",
-        "items": {"anyOf": calls["anyOf"]},
-        "minItems": 1,
-        **one,
-        "$defs": calls["$defs"],
-    }
+    return {"type": "array", "items": items, "minItems": 1, **one, **calls}
 
 
 def strict_calls(
-    rules: ToolRules, tools: list[FunctionSpec], tokens: Mapping[str, int], answer: dict[str, Any] | None
+    rules: ToolRules, tools: list[FunctionSpec], tokens: Mapping[str, int], answer: Schema | None
 ) -> str:
     """A grammar in Lark's form. ``tokens`` are those of the vocabulary that stand for a whole text, such as a
-    mark; where no call is, there is JSON of the schema ``answer``, without one any text. Raises
-    :class:`InvalidRequest` where the family cannot be held to a schema."""
-    offered = [
-        tool
-        if tool["function"]["name"] in rules.strict
-        else {"function": tool["function"] | {"parameters": {}}}
-        for tool in tools
-    ]
+    mark; where no call is, there is JSON of the schema ``answer``, without one any text."""
+    mark, offered = STRICT[rules.family], [_relaxed(tool, rules.strict) for tool in tools]
+    at_start, free = "", "ANY"
 
     def word(text: str) -> str:
         own = f" | <[{tokens[text]}]>" if text in tokens else ""
         return f"({json.dumps(text)}{own})"
 
-    marks, more = _MARKS[rules.family], [""]
     match rules.family:
-        case "hermes":
-            bodies = [f"GAP {_json(_calls(offered))} GAP {word('</tool_call>')}"]
         case "mistral":
-            bodies = [f"GAP {_json(forced_schema(offered))}"]
+            call = _json(forced_schema(offered))
         case "mistral_args":
-            ways = [
-                f"{json.dumps(one['name'])} {word('[ARGS]')} GAP {_json(_object(one['parameters']))}"
-                for one in (tool["function"] for tool in offered)
-            ]
-            bodies = [f"({' | '.join(ways)})"]
-        case "qwen3_coder":
-            bodies = [f'GAP "<function=" xml GAP {word("</tool_call>")}', "xml"]
-            more = _xml(tools, rules.strict)
+            named = {tool["function"]["name"]: tool["function"]["parameters"] for tool in offered}
+            ways = (f"{json.dumps(key)} {word('[ARGS]')} {_json(_object(one))}" for key, one in named.items())
+            call = f"({' | '.join(ways)})"
+        case "llama3_json":
+            one = _json(_calls(offered, "parameters"))
+            call = f'{one} (GAP ";" GAP {one})*'
+            # What could be taken for the beginning of a call, or of a further one, is no text.
+            at_start, free = f"GAP {call} | ", r"/[ \t\r\n]*([^{; \t\r\n](?s:.*))?/"
         case _:
-            call = _json(_calls(offered, "parameters"))
-            bodies = [f'GAP {call} (GAP ";" GAP {call})*']
-    at_start = f"GAP {bodies[0]} | " if rules.family == "llama3_json" else ""
-    if answer is not None:
-        start = f"{at_start}(GAP {word(marks[0])} {bodies[0]})+ | {_json(answer)}"
-        return "\n".join(["%llguidance {}", f"start: {start}", *more, _TERMINALS])
-    lines = ["%llguidance {}"]
-    calls = " | ".join(f"begin{number} {body}" for number, body in enumerate(bodies))
-    if at_start:  # what comes first tells what the whole is; behind a call, more of them or nothing
-        lines += [f"start: {at_start}{calls} | TEXT", r"TEXT: /[ \t\r\n]*([^{ \t\r\n](?s:.*))?/"]
-    else:
-        others = [str(token) for text, token in sorted(tokens.items()) if text not in marks]
-        control = f" | WHOLE <[{','.join(others)}]>" if others else ""
-        halves = " | ".join(json.dumps(mark[:size]) for mark in marks for size in range(1, len(mark)))
-        lines += [f"start: ({calls}{control})* TEXT", "TEXT: ANY"]
-        lines += [f"WHOLE: ANY & ~(ANY HALF)\nHALF: {halves}"] if others else []
-    for number, mark in enumerate(marks):
-        own = f" | TEXT <[{tokens[mark]}]>" if mark in tokens else ""
-        lines += [f"begin{number}: spelled{number}{own}", f"spelled{number}[lazy]: TEXT {json.dumps(mark)}"]
-    return "\n".join([*lines, *more, _TERMINALS])
-
-
-def _xml(tools: list[FunctionSpec], strict: frozenset[str]) -> list[str]:
-    """Behind ``<function=``. Only the tags tell where a value ends, so a text may be any or one of a list."""
+            call = f"{_json(_calls(offered))} GAP {word('</tool_call>')}"
+    start = (
+        f"{at_start}(GAP {word(mark)} GAP {call})+ | {_json(answer)}"
+        if answer is not None
+        else f"{at_start}mixed"
+    )
+    own = f" | TEXT <[{tokens[mark]}]>" if mark in tokens else ""
+    others = ",".join(str(token) for text, token in tokens.items() if text != mark)
     lines = [
-        "xml: " + " | ".join(f"f{number}" for number in range(len(tools))),
-        'value[lazy]: ANY "</parameter>"',
+        *("%llguidance {}", f"start: {start}", f"mixed: (mark GAP call{others and ' | control'})* TEXT"),
+        *(f"call: {call}", f"mark: spelled{own}", f"spelled[lazy]: TEXT {json.dumps(mark)}"),
+        *(r"GAP: /[ \t\r\n]{0,8}/", "ANY: /(?s:.*)/", f"TEXT: {free}"),
     ]
-    for number, function in enumerate(tool["function"] for tool in tools):
-        schema = function["parameters"]
-        parts = [r'("<parameter=" /[^<>\n]{1,128}/ ">" value GAP)*']
-        if function["name"] in strict:
-            properties, required = schema.get("properties", {}), schema.get("required", [])
-            parts = [
-                f"({_tag(key)} {_value(part, schema, function['name'])} GAP){'' if key in required else '?'}"
-                for key, part in properties.items()
-            ]
-        lines.append(f'f{number}: {json.dumps(function["name"] + ">")} GAP {" ".join(parts)} "</function>"')
-    return lines
+    if others:  # whatever ends like the beginning of a mark is none of these
+        halves = " | ".join(json.dumps(mark[:size]) for size in range(1, len(mark)))
+        lines += [f"control: WHOLE <[{others}]>", f"WHOLE: TEXT & ~(ANY HALF)\nHALF: {halves}"]
+    return "\n".join(lines)
 
 
-def _tag(key: str) -> str:
-    return json.dumps(f"<parameter={key}>")
-
-
-def _value(schema: Any, root: dict[str, Any], name: str) -> str:
-    """A value and its closing tag."""
-    found = deref(schema, root)
-    allowed = kinds(found, root)
-    if "string" not in allowed:
-        definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        return f'GAP {_json(definitions | found)} GAP "</parameter>"'
-    texts = found.get("enum", [found["const"]] if "const" in found else None)
-    if texts and allowed == {"string"}:
-        return f'"\\n"? ({" | ".join(map(json.dumps, texts))}) "\\n"? "</parameter>"'
-    ways = [deref(one, root) for one in found.get("anyOf", [found])]
-    if any(set(one) - _NOTES - {"type"} for one in ways):
-        message = f"tools: {name} cannot be strict: this model's form of calls bounds no text but by its tags"
-        raise unsupported("tools", message)
-    return "value"
+def _relaxed(tool: FunctionSpec, strict: frozenset[str]) -> FunctionSpec:
+    """A function that is not strict takes any object."""
+    function = tool["function"]
+    return {"function": function if function["name"] in strict else function | {"parameters": {}}}
 
 
 def _json(schema: dict[str, Any]) -> str:

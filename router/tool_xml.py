@@ -22,19 +22,11 @@ _MAX_KEY: Final = 224
 """No such tag is longer, blanks before it included."""
 _CLOSING: Final = "</parameter>"
 _PYTHON: Final = {"True": "true", "False": "false", "None": "null"}
-_KINDS: Final[dict[type, frozenset[str]]] = {
-    str: frozenset({"string"}),
-    int: frozenset({"integer", "number"}),
-    float: frozenset({"number"}),
-    bool: frozenset({"boolean"}),
-    type(None): frozenset({"null"}),
-    list: frozenset({"array"}),
-    dict: frozenset({"object"}),
-}
-_ANY: Final = frozenset[str]().union(*_KINDS.values())
-_TEXT: Final = _KINDS[str]
-_MAX_SEEN: Final = 64
-"""Schemas that are looked at for one value, and values of an ``enum``."""
+_KINDS: Final = {int: "integer number", float: "number", bool: "boolean", list: "array", dict: "object"}
+_MAX_WAYS: Final = 64
+"""Schemas of a list that are looked at."""
+_ANY: Final = frozenset({"string", "integer", "number", "boolean", "array", "object", "null"})
+_TEXT: Final = frozenset({"string"})
 
 
 class XmlArguments:
@@ -65,7 +57,9 @@ class XmlArguments:
         rest = text[at:]
         key = _KEY.match(rest)
         if key is not None:
-            self._kinds = self._kinds_of(key[1])
+            known = self._schema.get("properties")
+            known = known if isinstance(known, dict) else {}
+            self._kinds = kinds(known[key[1]], self._schema) if key[1] in known else _TEXT
             self._begins = True
             quote = '"' if self._kinds == _TEXT else ""
             self._said += f"{self._next}{json.dumps(key[1], ensure_ascii=False)}: {quote}"
@@ -95,51 +89,23 @@ class XmlArguments:
         self._said += quote + _escaped(piece) if "string" in (self._kinds or _ANY) else piece
         return len(text) - held, last
 
-    def _kinds_of(self, key: str) -> frozenset[str]:
-        properties = self._schema.get("properties")
-        if not isinstance(properties, dict) or key not in properties:
-            return _TEXT
-        return kinds(properties[key], self._schema)
 
-
-def kinds(schema: Any, root: dict[str, Any]) -> frozenset[str]:
+def kinds(schema: Any, root: Any, steps: int = 3) -> frozenset[str]:
     """The JSON types that a value may have; all of them where the schema does not say. ``root`` is what its
-    references begin at."""
-    found: set[str] = set()
-    left, seen = [schema], set[int]()
-    while left:
-        one = left.pop()
-        if not isinstance(one, dict) or len(seen) > _MAX_SEEN:
-            return _ANY
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        reference, named, ways = one.get("$ref"), one.get("type"), one.get("anyOf", one.get("oneOf"))
-        values = one.get("enum", [one["const"]] if "const" in one else None)
-        if isinstance(reference, str):
-            left.append(_at(reference, root))
-        elif isinstance(named, str | list):
-            found.update([named] if isinstance(named, str) else map(str, named))
-        elif isinstance(ways, list):
-            left += ways
-        elif isinstance(values, list):
-            found.update(*(_KINDS[type(value)] for value in values[:_MAX_SEEN]))
-        else:
-            return _ANY
-    return frozenset(found) or _ANY
-
-
-def _at(reference: str, root: Any) -> Any:
-    """``#/…/…``"""
-    for part in reference.removeprefix("#").split("/")[1:]:
-        root = root.get(part) if isinstance(root, dict) else None
-    return root
-
-
-def deref(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
-    """What a reference points to, or the schema itself; nothing where that is none."""
-    found = _at(schema["$ref"], root) if isinstance(schema, dict) and "$ref" in schema else schema
-    return found if isinstance(found, dict) else {}
+    references begin at; no more than ``steps`` are taken from one schema to another."""
+    if not isinstance(schema, dict) or not steps:
+        return _ANY
+    reference, named, ways = schema.get("$ref"), schema.get("type"), schema.get("anyOf")
+    if isinstance(reference, str):
+        found = root
+        for part in reference.removeprefix("#").split("/")[1:]:
+            found = found.get(part) if isinstance(found, dict) else None
+        return kinds(found, root, steps - 1)
+    if isinstance(named, str | list):
+        return frozenset([named] if isinstance(named, str) else map(str, named))
+    if isinstance(ways, list):
+        return frozenset[str]().union(*(kinds(way, root, steps - 1) for way in ways[:_MAX_WAYS]))
+    return _ANY
 
 
 def _json(text: str, allowed: frozenset[str]) -> str:
@@ -148,8 +114,9 @@ def _json(text: str, allowed: frozenset[str]) -> str:
     try:
         value = msgspec.json.decode(word)
     except (msgspec.DecodeError, RecursionError):
-        return f'"{_escaped(text)}"'
-    as_text = "string" in allowed and not _KINDS[type(value)] & (allowed - _TEXT)
+        value = text
+    found = _KINDS.get(type(value), "null" if value is None else "string").split()
+    as_text = value is text or ("string" in allowed and (allowed - _TEXT).isdisjoint(found))
     return f'"{_escaped(text)}"' if as_text else word
 
 

@@ -7,7 +7,7 @@ from pagerelay.router.chat_template import ChatAbilities, ChatTemplate
 from pagerelay.router.prompts import missing, unsupported
 from pagerelay.router.schemas import ChatRequest, FunctionTool, ToolChoice
 from pagerelay.router.tool_calls import ToolFamily, ToolRules, detect_family
-from pagerelay.router.tool_grammar import FunctionSpec
+from pagerelay.router.tool_grammar import STRICT, FunctionSpec
 
 
 def tool_family(setting: str, template: ChatTemplate | None) -> ToolFamily | None:
@@ -50,23 +50,26 @@ def read_tools(
             param = f"{where}.function.name"
             raise InvalidRequest(f"{param}: {tool.function.name!r} stands twice in tools", param=param)
         if tool.function.strict and not forced:
+            if family not in STRICT:
+                param = f"{where}.function.strict"
+                raise unsupported(
+                    param, f"{param}: this model's calls cannot be held to a schema; leave it out"
+                )
             strict.append(tool.function.name)
         names.append(tool.function.name)
         tools.append(_spec(tool.function))
     _check_choice(request.tool_choice, names)
     if request.tool_choice == "none":
         return None, None
-    choice = request.tool_choice
+    choice, untyped = request.tool_choice, family == "qwen3_coder" and not forced
     rules = ToolRules(
         "forced" if forced else family,
         frozenset(names),
-        parallel=request.parallel_tool_calls is not False,
-        named=choice.function.name if isinstance(choice, ToolChoice) and choice.function else None,
-        short_ids=family in ("mistral", "mistral_args"),
-        strict=frozenset(strict),
-        parameters={tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
-        if family == "qwen3_coder" and not forced
-        else {},
+        request.parallel_tool_calls is not False,
+        choice.function.name if isinstance(choice, ToolChoice) and choice.function else None,
+        family in ("mistral", "mistral_args"),
+        frozenset(strict),
+        {one["function"]["name"]: one["function"]["parameters"] for one in tools if untyped},
     )
     return tools, rules
 

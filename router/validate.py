@@ -71,7 +71,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     max_choices: int
     abilities: ChatAbilities = ChatAbilities()
     tool_family: ToolFamily | None = None
-    whole_tokens: dict[str, int] = {}  # control tokens, and others beside the vocabulary proper
+    whole_tokens: tuple[tuple[str, int], ...] = ()  # control tokens, and others beside the vocabulary proper
 
 
 class ParsedRequest(Struct, frozen=True, kw_only=True):

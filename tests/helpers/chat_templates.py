@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 HERMES = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -117,3 +120,34 @@ NAMED = {
     "llama3_json": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
     "mistral": {"bos_token": "<s>", "eos_token": "</s>"},
 }
+
+MARKS = {
+    "hermes": ["<tool_call>", "</tool_call>"],
+    "llama3_json": ["<|python_tag|>"],
+    "mistral": ["[TOOL_CALLS]"],
+}
+"""Tags that are one token each in the models' own vocabularies."""
+FIRST_MARK = 3
+"""The id of the first one in a folder of :func:`with_tools`."""
+
+
+def with_tools(model: Path, folder: Path, family: str) -> Path:
+    """The tiny model below ``folder`` with a family's template; its marks are the tokens from 3 on, which
+    have no other use. Qwen's are not special, the others are."""
+    folder /= model.name
+    folder.mkdir()
+    for file in model.iterdir():
+        (folder / file.name).symlink_to(file)
+    definition = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = definition["model"]["vocab"]
+    for number, mark in enumerate(MARKS[family], FIRST_MARK):
+        token = next(one for one in definition["added_tokens"] if one["id"] == number)
+        vocabulary[mark] = vocabulary.pop(token["content"])
+        token |= {"content": mark, "special": family != "hermes"}
+    for name, text in (
+        ("tokenizer.json", json.dumps(definition)),
+        ("chat_template.jinja", TEMPLATES[family]),
+    ):
+        (folder / name).unlink()
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder

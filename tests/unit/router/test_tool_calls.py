@@ -25,7 +25,7 @@ PARAMETERS = {
             "c": {"$ref": "#/$defs/c"},
             "any": {},
         },
-        "$defs": {"c": {"enum": ["1", "two"]}},
+        "$defs": {"c": {"type": "string", "enum": ["1", "two"]}},
     },
 }
 Call = tuple[str, str]

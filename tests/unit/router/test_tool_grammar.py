@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from pagerelay.common.errors import GrammarError, InvalidRequest
+from pagerelay.common.errors import GrammarError
 from pagerelay.common.grammar import Grammars, allows
 from pagerelay.common.wire.sampling import Grammar
+from pagerelay.router.text import Tokenizer as Router
 from pagerelay.router.tool_calls import ToolFamily, ToolParser, ToolRules, whole_calls
 from pagerelay.router.tool_grammar import strict_calls
 
@@ -42,7 +43,7 @@ ANSWER = {
     "additionalProperties": False,
 }
 RIGHT, WRONG = '{"a": 1, "b": "x"}', '{"a": 1, "b": "z"}'
-FAMILIES: tuple[ToolFamily, ...] = ("hermes", "llama3_json", "mistral", "mistral_args", "qwen3_coder")
+FAMILIES: tuple[ToolFamily, ...] = ("hermes", "llama3_json", "mistral", "mistral_args")
 
 
 def calls(family: ToolFamily, *of: tuple[str, str]) -> str:
@@ -57,20 +58,8 @@ def calls(family: ToolFamily, *of: tuple[str, str]) -> str:
         case "mistral":
             listed = ", ".join(f'{{"name": "{name}", "arguments": {given}}}' for name, given in of)
             return f"[TOOL_CALLS][{listed}]"
-        case "mistral_args":
-            return "".join(f"[TOOL_CALLS]{name}[ARGS]{given}" for name, given in of)
         case _:
-            return "\n".join(
-                f"<tool_call>\n<function={name}>\n{tags(json.loads(given))}</function>\n</tool_call>"
-                for name, given in of
-            )
-
-
-def tags(values: dict[str, Any]) -> str:
-    return "".join(
-        f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
-        for key, value in values.items()
-    )
+            return "".join(f"[TOOL_CALLS]{name}[ARGS]{given}" for name, given in of)
 
 
 class Held:
@@ -82,7 +71,7 @@ class Held:
             tokens = [AddedToken(t, special=t.startswith("["), normalized=False) for t in (*MARKS, *OTHERS)]
             self.tokenizer.add_tokens(tokens)
         self.tokenizer.save(str(folder / "tokenizer.json"))
-        self.tokens = {t.content: i for i, t in self.tokenizer.get_added_tokens_decoder().items()}
+        self.tokens = Router.load(folder).whole_tokens
         self.grammars = Grammars(folder, self.tokenizer.get_vocab_size(), [EOS])
         self.plain = Tokenizer.from_file(str(tiny_dir / "tokenizer.json"))
 
@@ -176,18 +165,6 @@ def test_what_is_taken_is_read(held: Held, family: ToolFamily) -> None:
     read = [(call.name, json.loads(call.arguments)) for call in whole_calls(d for _, ds in found for d in ds)]
     assert read == [("add", json.loads(RIGHT)), ("say", {"text": "{<[;"}), ("free", {})]
     assert held.takes(held.grammar(family), text) == "end"
-
-
-def test_a_text_that_tags_cannot_bound_is_refused(held: Held) -> None:
-    rules = ToolRules("qwen3_coder", frozenset({"f"}), strict=frozenset({"f"}))
-    for schema in (
-        {"type": "string", "pattern": "a+"},
-        {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]},
-    ):
-        function = {"name": "f", "parameters": {"type": "object", "properties": {"x": schema}}}
-        with pytest.raises(InvalidRequest, match="f cannot be strict") as caught:
-            strict_calls(rules, [{"type": "function", "function": function}], {}, None)
-        assert caught.value.param == "tools"
 
 
 def test_a_schema_that_cannot_be_compiled(held: Held) -> None:
