@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from pathlib import Path
+
+from pagerelay.common.model.fetch import TINY_MODEL, resolve_model
 
 HERMES = """\
 {%- if tools %}
@@ -151,3 +154,13 @@ def with_tools(model: Path, folder: Path, family: str) -> Path:
         (folder / name).unlink()
         (folder / name).write_text(text, encoding="utf-8")
     return folder
+
+
+@lru_cache
+def terse() -> dict[str, int]:
+    """A ``logit_bias`` for a random model under a grammar of JSON: no blanks, and whatever is begun ends."""
+    definition = (resolve_model(TINY_MODEL, progress=print) / "tokenizer.json").read_text(encoding="utf-8")
+    vocabulary = json.loads(definition)["model"]["vocab"]
+    blanks = {str(number): -100 for token, number in vocabulary.items() if not token.strip("ĠĊĉč")}
+    ends = {str(number): 8 for token, number in vocabulary.items() if token[:1] in ('"', "}", "]")}
+    return blanks | ends

@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,8 @@ import aiohttp
 import jsonschema_rs
 import msgspec
 import pytest
-from chat_templates import FIRST_MARK, with_tools
+from chat_templates import FIRST_MARK, terse, with_tools
 from cluster import Cluster, post, running, sse
-
-from pagerelay.common.model.fetch import TINY_MODEL, resolve_model
 
 PAY = {
     "type": "object",
@@ -65,14 +61,6 @@ def split(folder: Path) -> Iterator[Cluster]:
         yield cluster
 
 
-@lru_cache
-def blanks() -> dict[str, int]:
-    """A random model likes them, and a grammar of JSON lets it have many."""
-    definition = (resolve_model(TINY_MODEL, progress=print) / "tokenizer.json").read_text("utf-8")
-    vocabulary = json.loads(definition)["model"]["vocab"]
-    return {str(number): -100 for token, number in vocabulary.items() if not token.strip("ĠĊĉč")}
-
-
 def request(fields: dict[str, Any]) -> dict[str, Any]:
     body = {
         "model": "tiny-llama",
@@ -80,7 +68,7 @@ def request(fields: dict[str, Any]) -> dict[str, Any]:
         "seed": 5,
         "max_tokens": 80,
     }
-    return body | fields | {"logit_bias": blanks() | fields.get("logit_bias", {})}
+    return body | fields | {"logit_bias": terse() | fields.get("logit_bias", {})}
 
 
 async def whole(cluster: Cluster, fields: dict[str, Any]) -> dict[str, Any]:
