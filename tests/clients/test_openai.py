@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
-from chat_templates import FIRST_MARK, terse
+from chat_templates import FIRST_MARK, beginning, terse
 from cluster import Cluster
 from fake_router import FakeRouter, events, piece, refusal
 
@@ -228,7 +228,7 @@ def test_several_calls_and_an_answer_of_a_schema(caller: Any) -> None:
         "response_format": Person,
         "max_tokens": 400,
     }
-    answered = caller.parse(**FORCED | {"logit_bias": terse() | {str(FIRST_MARK): -100}} | fields).choices[0]
+    answered = caller.parse(**FORCED | {"logit_bias": terse() | beginning("{", 100)} | fields).choices[0]
     assert isinstance(answered.message.parsed, Person)
     assert not answered.message.tool_calls
     free = {"response_format": {"type": "text"}, "max_tokens": 150}
@@ -250,7 +250,7 @@ def test_endpoints_of_other_apis_are_refused_by_name(client: Any, model: str) ->
         with pytest.raises(openai.NotFoundError) as caught:
             call()
         assert caught.value.code == "unsupported_endpoint"
-        assert "pagerelay" in caught.value.message or "/v1/" in caught.value.message
+        assert "/v1/" in caught.value.message
 
 
 def test_it_comes_again_after_429_and_503_and_tells_an_error_in_a_stream() -> None:

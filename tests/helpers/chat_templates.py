@@ -157,10 +157,18 @@ def with_tools(model: Path, folder: Path, family: str) -> Path:
 
 
 @lru_cache
+def vocabulary() -> dict[str, int]:
+    """The tiny model's, blanks as ``Ġ`` and line breaks as ``Ċ``."""
+    definition = (resolve_model(TINY_MODEL, progress=print) / "tokenizer.json").read_text(encoding="utf-8")
+    return dict(json.loads(definition)["model"]["vocab"])
+
+
+def beginning(text: str, bias: int) -> dict[str, int]:
+    """A ``logit_bias`` for all tokens that begin with ``text``."""
+    return {str(number): bias for token, number in vocabulary().items() if token.startswith(text)}
+
+
 def terse() -> dict[str, int]:
     """A ``logit_bias`` for a random model under a grammar of JSON: no blanks, and whatever is begun ends."""
-    definition = (resolve_model(TINY_MODEL, progress=print) / "tokenizer.json").read_text(encoding="utf-8")
-    vocabulary = json.loads(definition)["model"]["vocab"]
-    blanks = {str(number): -100 for token, number in vocabulary.items() if not token.strip("ĠĊĉč")}
-    ends = {str(number): 8 for token, number in vocabulary.items() if token[:1] in ('"', "}", "]")}
-    return blanks | ends
+    blanks = {str(number): -100 for token, number in vocabulary().items() if not token.strip("ĠĊĉč")}
+    return blanks | beginning('"', 8) | beginning("}", 8) | beginning("]", 8)
