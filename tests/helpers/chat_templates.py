@@ -1,4 +1,4 @@
-"""Small chat templates in the documented forms of three families, and what their models write."""
+"""Small chat templates in the documented forms of five families, and what their models write."""
 
 from __future__ import annotations
 
@@ -95,10 +95,74 @@ MISTRAL = """\
 {%- endfor %}
 """
 
-TEMPLATES = {"hermes": HERMES, "llama3_json": LLAMA, "mistral": MISTRAL}
+MISTRAL_ARGS = """\
+{{- bos_token }}
+{%- if tools %}{{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}{{- '[SYSTEM_PROMPT]' + message.content + '[/SYSTEM_PROMPT]' }}
+    {%- elif message.role == 'user' %}
+        {{- '[INST]' }}
+        {%- if message.content is string %}{{- message.content }}
+        {%- else %}{%- for part in message.content %}{{- part.text }}{%- endfor %}{%- endif %}
+        {{- '[/INST]' }}
+    {%- elif message.role == 'tool' %}
+        {{- '[TOOL_RESULTS]' + message.tool_call_id + '[TOOL_CONTENT]' + message.content }}
+        {{- '[/TOOL_RESULTS]' }}
+    {%- else %}
+        {%- if message.content %}{{- message.content }}{%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {{- '[TOOL_CALLS]' + call.function.name + '[CALL_ID]' + call.id }}
+            {{- '[ARGS]' + (call.function.arguments | tojson) }}
+        {%- endfor %}
+        {{- eos_token }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+QWEN3_CODER = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n<tools>' }}
+    {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
+    {{- '\\n</tools>\\nAnswer a call as <tool_call>\\n<function=name>\\n<parameter=key>\\nvalue\\n' }}
+    {{- '</parameter>\\n</function>\\n</tool_call><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' }}
+        {%- if message.content %}{{- message.content }}{%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+            {%- for key, value in call.function.arguments | items %}
+                {{- '<parameter=' + key + '>\\n' }}
+                {{- value if value is string else value | tojson }}
+                {{- '\\n</parameter>\\n' }}
+            {%- endfor %}
+            {{- '</function>\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+TEMPLATES = {
+    "hermes": HERMES,
+    "llama3_json": LLAMA,
+    "mistral": MISTRAL,
+    "mistral_args": MISTRAL_ARGS,
+    "qwen3_coder": QWEN3_CODER,
+}
 
 SPECIALS = {
     "hermes": ["<|im_start|>", "<|im_end|>"],
+    "qwen3_coder": ["<|im_start|>", "<|im_end|>"],
+    "mistral_args": [
+        *("<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CALLS]"),
+        *("[CALL_ID]", "[ARGS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
+        *("[TOOL_CONTENT]", "[/TOOL_RESULTS]"),
+    ],
     "llama3_json": [
         "<|begin_of_text|>",
         "<|start_header_id|>",
@@ -120,6 +184,8 @@ SPECIALS = {
 }
 NAMED = {
     "hermes": {"eos_token": "<|im_end|>"},
+    "qwen3_coder": {"eos_token": "<|im_end|>"},
+    "mistral_args": {"bos_token": "<s>", "eos_token": "</s>"},
     "llama3_json": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
     "mistral": {"bos_token": "<s>", "eos_token": "</s>"},
 }
