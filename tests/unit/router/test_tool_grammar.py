@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
+import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
@@ -13,8 +16,8 @@ from pagerelay.common.errors import GrammarError
 from pagerelay.common.grammar import Grammars, allows
 from pagerelay.common.wire.sampling import Grammar
 from pagerelay.router.text import Tokenizer as Router
-from pagerelay.router.tool_calls import ToolFamily, ToolParser, ToolRules, whole_calls
-from pagerelay.router.tool_grammar import strict_calls
+from pagerelay.router.tool_calls import CallDelta, ToolFamily, ToolParser, ToolRules, whole_calls
+from pagerelay.router.tool_grammar import STRICT, strict_calls
 
 EOS = 2
 MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
@@ -71,7 +74,8 @@ class Held:
             tokens = [AddedToken(t, special=t.startswith("["), normalized=False) for t in (*MARKS, *OTHERS)]
             self.tokenizer.add_tokens(tokens)
         self.tokenizer.save(str(folder / "tokenizer.json"))
-        self.tokens = Router.load(folder).whole_tokens
+        self.router = Router.load(folder)
+        self.tokens = self.router.whole_tokens
         self.grammars = Grammars(folder, self.tokenizer.get_vocab_size(), [EOS])
         self.plain = Tokenizer.from_file(str(tiny_dir / "tokenizer.json"))
 
@@ -173,3 +177,49 @@ def test_a_schema_that_cannot_be_compiled(held: Held) -> None:
     text = strict_calls(rules, [{"type": "function", "function": function}], held.tokens, None)
     with pytest.raises(GrammarError):
         held.grammars.matcher(Grammar(kind="lark", text=text))
+
+
+PIECES = [
+    *("<tool", "_", "call", ">", "<", "[", "TO", "OL", "_CALLS", "]", "<|", "python", "tag", "|>", "{", "}"),
+    *('"', ";", "\n", "name", '":', "add", "say", "arguments", "parameters", "a", "b", "x", "1", ",", "text"),
+    *("AR", "GS", *MARKS, *OTHERS),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_walk_leads_around_a_schema(held: Held, family: ToolFamily) -> None:
+    """Whatever tokens are taken among those that may come: every call that the parser finds is one, special
+    tokens left out of the text as for a client."""
+    grammar, pick = held.grammar(family), random.Random(family)
+    liked = [one for piece in PIECES for one in held.tokenizer.encode(piece, add_special_tokens=False).ids]
+    rules = ToolRules(family, frozenset({"add", "say", "free"}))
+    num_calls = 0
+    for _ in range(15):
+        matcher, ids = held.grammars.matcher(grammar), list[int]()
+        parser = ToolParser(rules)
+        detokenizer = held.router.detokenizer(True, parser.marks)
+        deltas: list[CallDelta] = []
+        begun = held.plain.encode("ab " + STRICT[family], add_special_tokens=False).ids
+        begun = begun[: pick.randrange(2 * len(begun))]
+        for step in range(70):
+            (mask,) = matcher.masks(ids)
+            bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+            may = [token for token in liked if bits[token] and token != EOS]
+            if step < len(begun):
+                ids.append(begun[step])
+            elif may and pick.random() < 0.9:
+                ids.append(pick.choice(may))
+            else:
+                some = bits.nonzero()[0]
+                ids.append(int(some[pick.randrange(len(some))]))
+            assert bits[ids[-1]]
+            if ids[-1] == EOS:
+                break
+            deltas += parser.push(detokenizer.push(ids[-1]))[1]
+        deltas += parser.push(detokenizer.flush(), last=True)[1]
+        calls = whole_calls(deltas)
+        for call in calls if ids[-1] == EOS else calls[:-1]:
+            schema = {"add": ADD, "say": SAY}.get(call.name or "", {"type": "object"})
+            jsonschema_rs.validate(schema, json.loads(call.arguments))
+        num_calls += len(calls)
+    assert num_calls > 2
