@@ -63,9 +63,7 @@ def read_grammar(
             raise InvalidRequest(f"{param} is not the text of a JSON object", param=param) from error
     if rules is not None and rules.strict:
         if value is not None and not isinstance(value, dict):
-            message = (
-                f"{param} and strict tools both say what the answer is; leave one out, or give a JSON schema"
-            )
+            message = f"{param} and strict tools exclude each other; leave one out, or give a JSON schema"
             raise InvalidRequest(message, param=param)
         param, kind, value = "tools", "lark", strict_calls(rules, tools, dict(tokens), value)
     text = value if isinstance(value, str) else msgspec.json.encode(value).decode()

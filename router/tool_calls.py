@@ -25,6 +25,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
@@ -137,9 +138,9 @@ class ToolParser:
         """Tags that the parser must see even if they are special tokens."""
         self.done = False
         """No more output is wanted."""
-        self._state: Callable[[], bool] = self._text if self._format.at_start is None else self._start
+        first = self._format.at_start
+        self._state: Callable[[], bool] = self._text if first is None else partial(self._expect, first)
         self._buffer = ""
-        self._mark = ""  # that the text before has ended with
         self._opening = ""  # text that was taken for the beginning of a call, as yet without its JSON
         self._after_call = False
         self._num_calls = 0
@@ -166,7 +167,7 @@ class ToolParser:
         if self._after_call:
             text = text.lstrip(_BLANKS)
             self._after_call = not text
-        at, self._mark = min(((text.find(mark), mark) for mark in marks if mark in text), default=(-1, ""))
+        at, mark = min(((text.find(mark), mark) for mark in marks if mark in text), default=(-1, ""))
         held = 0 if self._last else max((beginning(text, mark) for mark in marks), default=0)
         begins = at if at >= 0 else len(text) - held
         if marks and not (self._last and at < 0):
@@ -175,41 +176,21 @@ class ToolParser:
         self._buffer = text[begins:]
         if at < 0:
             return False
-        behind = at + len(self._mark)
+        behind = at + len(mark)
         self._opening, self._buffer = text[begins:behind], text[behind:]
-        self._state = self._open if self._format.header is None else self._named
+        self._state = self._named if self._format.header else partial(self._expect, self._format.opening)
         return True
-
-    def _start(self) -> bool:
-        return self._expect(self._format.at_start or ())
-
-    def _open(self) -> bool:
-        return self._expect(self._format.opening)
 
     def _named(self) -> bool:
         """The name of a function, and its arguments at once."""
-        text = self._mark + self._buffer
+        text = self._opening.lstrip(_BLANKS) + self._buffer
         header = self._format.header and self._format.header.match(text)
         if header is None and len(text) <= _MAX_HEADER and not self._last:
             return False
         if header is None or header[1] not in self._rules.names:
             return self._no_call()
-        self._begin_call(header[1])
-        self._buffer = text[header.end() :]
-        if self._format.closing is None:
-            self._scan = _Scan()
-            self._state = self._arguments
-        else:
-            self._xml = XmlArguments(self._rules.parameters.get(header[1], {}))
-            self._state = self._xml_arguments
-        return True
-
-    def _xml_arguments(self) -> bool:
-        piece, num_read, over = self._xml.read(self._buffer, self._last)
-        if piece:
-            self._deltas.append(CallDelta(self._num_calls, piece))
-        self._buffer = self._buffer[num_read:]
-        return over and self._end_call()
+        self._buffer = text
+        return self._begin_arguments(header)
 
     def _expect(self, words: tuple[str, ...]) -> bool:
         """``words`` and an object come next, or all was text."""
@@ -247,15 +228,20 @@ class ToolParser:
     def _begin_arguments(self, header: re.Match[str]) -> bool:
         self._begin_call(header[1])
         self._buffer = self._buffer[header.end() :]
-        self._scan = _Scan()
-        self._state = self._arguments
+        self._scan, self._xml = _Scan(), XmlArguments(self._rules.parameters.get(header[1], {}))
+        self._state = self._xml_arguments if self._rules.family == "qwen3_coder" else self._arguments
         return True
+
+    def _xml_arguments(self) -> bool:
+        piece, num_read, over = self._xml.read(self._buffer, self._last)
+        self._deltas += [CallDelta(self._num_calls, piece)] if piece else []
+        self._buffer = self._buffer[num_read:]
+        return over and self._end_call()
 
     def _arguments(self) -> bool:
         end = self._scan.end(self._buffer)
         piece = self._buffer[:end]
-        if piece:
-            self._deltas.append(CallDelta(self._num_calls, piece))
+        self._deltas += [CallDelta(self._num_calls, piece)] if piece else []
         self._buffer = self._buffer[len(piece) :]
         self._scan.at = 0
         if end is None:
