@@ -62,6 +62,9 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         found = NotFound(f"{request.method} {error.reason}: no such route")
         if error.status != found.status:
             found.status, found.code = error.status, "_".join(error.reason.lower().split())
+        elif request.path.startswith("/v1/"):  # OpenAI has more of them
+            message = f"{request.path[:64]!a} is not served; see /openapi.json for what is"
+            found = NotFound(message, code="unsupported_endpoint")
         refusal = error_response(found)
         if "Allow" in error.headers:
             refusal.headers["Allow"] = error.headers["Allow"]

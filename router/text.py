@@ -52,6 +52,12 @@ class Tokenizer:
         )
         added = self._encoder.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.whole_tokens = {
+            token.content: token_id
+            for token_id, token in added.items()
+            if token.special or (token.content[0] == "<" and token.content[-1] == ">")
+        }
+        """Tokens that are no text to a grammar: llguidance takes any ``<…>`` that was added for one."""
         vocabulary = self._encoder.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         """One more than the largest id of the tokenizer; the model's own number may be larger."""

@@ -185,7 +185,9 @@ class StrictStream:
         assert sorted(self.texts) == list(range(len(self.texts))), f"choices {sorted(self.texts)}"
         assert self.finish.keys() == self.texts.keys(), f"{self.finish} of {len(self.texts)} choices ended"
         for index, reason in self.finish.items():
-            assert reason == "length" or (reason == "tool_calls") == (index in self.calls), reason
+            choice = (self._request or {}).get("tool_choice")
+            called = index in self.calls and not isinstance(choice, dict)  # a named function's call: stop
+            assert reason == "length" or (reason == "tool_calls") == called, reason
         assert (self.usage is not None) is (self._kind == "Generation" or self._with_usage), "usage"
         if self._request is not None and (count := num_choices(self._request)) is not None:
             assert len(self.texts) == count, f"{len(self.texts)} choices of {count}"

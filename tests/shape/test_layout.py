@@ -27,7 +27,18 @@ API = tuple(
     f"router/{name}"
     for name in (
         *("schemas", "json_body", "prompts", "validate", "openapi", "tokens", "aliases", "structured"),
-        *("chat_template", "control_tokens", "tools", "tool_calls", "logprobs", "pieces", "replies", "sse"),
+        *(
+            "chat_template",
+            "control_tokens",
+            "tools",
+            "tool_calls",
+            "tool_xml",
+            "tool_grammar",
+            "logprobs",
+            "pieces",
+            "replies",
+            "sse",
+        ),
         *("dialects", "beam_fields"),
     )
 )
