@@ -11,9 +11,9 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-async def run_aside(executor: Executor, work: Callable[[], T]) -> T:
-    """Runs ``work`` on the executor. Cancelled, it returns only when the work has stopped: the blocks that it
-    reads or writes are somebody else's afterwards."""
+async def run_aside(work: Callable[[], T], executor: Executor | None = None) -> T:
+    """Runs ``work`` on the executor, else on one of the loop's threads. Cancelled, it returns only when the
+    work has stopped: the blocks that it reads or writes are somebody else's afterwards."""
     working = asyncio.get_running_loop().run_in_executor(executor, work)
     try:
         return await asyncio.shield(working)

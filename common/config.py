@@ -113,7 +113,9 @@ class RouterConfig(Section, frozen=True):
     max_body_bytes: Positive = 16 * 1024 * 1024
     max_choices: Positive = 128
     """Prompts x n of one HTTP request."""
-    tool_parser: Literal["auto", "hermes", "llama3_json", "mistral", "none"] = "auto"
+    tool_parser: Literal[
+        "auto", "hermes", "llama3_json", "mistral", "mistral_args", "qwen3_coder", "none"
+    ] = "auto"
     """How the model writes calls of tools; ``auto``: found by its chat template."""
     request_timeout_s: Seconds = 600.0
     queue_timeout_s: Seconds = 120.0

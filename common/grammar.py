@@ -33,7 +33,7 @@ LARGE_VOCAB = 100_000
 
 _LIMITS = LLParserLimits(step_max_items=10_000, max_lexer_states=50_000, verbose_errors=False)
 # A model that cannot stop indenting is stopped.
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 
 
 class Grammars:
@@ -134,7 +134,7 @@ def _library_text(grammar: Grammar) -> str:
         match grammar.kind:
             case "json_schema":
                 return LLMatcher.grammar_from_json_schema(
-                    grammar.text, defaults={"whitespace_pattern": _WHITESPACE}
+                    grammar.text, defaults={"whitespace_pattern": WHITESPACE}
                 )
             case "regex":
                 return LLMatcher.grammar_from_regex(grammar.text)

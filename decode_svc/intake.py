@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 
@@ -118,11 +117,10 @@ async def fetch_prompt(
     *,
     patience_s: float,
     clock: Callable[[], float],
-    checker: Executor | None = None,
+    checksums: bool = True,
 ) -> Fetched:
     """Runs the protocol above for one reserved sequence. ``patience_s``: longest silence of the peer between
-    renewals and news; it must be shorter than the lease. ``checker``: where the checksums that the peer sends
-    are compared; they are not where it is ``None``."""
+    renewals and news; it must be shorter than the lease. ``checksums``: compare those that the peer sends."""
     handle, seq = intake.handle, intake.seq
     lease = handle.lease
     if handle.num_tokens != seq.num_given:
@@ -162,9 +160,9 @@ async def fetch_prompt(
                     link, lease, sources, pool.blocks, targets, written=message.written
                 )
                 # Only of pools in the host's memory: see LeasingEngine.
-                if checker is not None and message.sums and isinstance(pool.blocks, np.ndarray):
+                if checksums and message.sums and isinstance(pool.blocks, np.ndarray):
                     sums = [message.sums[at] for at in due]
-                    wrong = await run_aside(checker, partial(wrong_blocks, pool.blocks, targets, sums))
+                    wrong = await run_aside(partial(wrong_blocks, pool.blocks, targets, sums))
                     corrupt = [sources[at] for at in wrong]
                     if corrupt:
                         raise CorruptBlocks(corrupt)

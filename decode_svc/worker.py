@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -65,8 +64,6 @@ class DecodeWorker(Worker):
             on_detach=self._recalled,
             keep=self._direct.holds,
         )
-        # One thread: it must not take the processors from the engine's.
-        self._checker = ThreadPoolExecutor(1, "checksums") if config.worker.checksums else None
         self._detaching: set[asyncio.Task[None]] = set()
         self._arrived: dict[str, float] = {}
         """request_id → when its job came; for durations only."""
@@ -88,8 +85,6 @@ class DecodeWorker(Worker):
         await asyncio.gather(*self._fetches.values(), return_exceptions=True)
         await asyncio.gather(*(self._detach(link) for link in self._peers.links()))
         await self._peers.close(LINGER_MS if isinstance(self._direct, CudaIpcBackend) else 0)
-        if self._checker is not None:
-            self._checker.shutdown()
         for backend in {*self._backends, self.parts.backend}:
             backend.close()
 
@@ -151,7 +146,7 @@ class DecodeWorker(Worker):
                 self.parts.pool,
                 patience_s=handle.lease_s / 4,
                 clock=self.clock,
-                checker=self._checker,
+                checksums=self.config.worker.checksums,
             )
         except ConfigError as error:
             log.error("%s", error)

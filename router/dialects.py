@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from pagerelay.common.errors import InvalidRequest
 from pagerelay.router.prompts import same, unsupported
@@ -22,11 +22,26 @@ from pagerelay.router.schemas import (
     INT32_MAX,
     Common,
     GenerateRequest,
+    JsonSchemaFormat,
     NumLogprobs,
     Pattern,
     TokenId,
     Tokens,
 )
+
+
+class JsonGrammar(Struct, frozen=True, tag_field="type", tag="json"):
+    """TGI's ways to say what an answer must look like."""
+
+    value: dict[str, Any] | str
+
+
+class NamedJsonGrammar(Struct, frozen=True, tag_field="type", tag="json_schema"):
+    value: JsonSchemaFormat
+
+
+class RegexGrammar(Struct, frozen=True, tag_field="type", tag="regex"):
+    value: Pattern
 
 
 class Nested(Common, frozen=True, kw_only=True):
@@ -50,7 +65,7 @@ class Nested(Common, frozen=True, kw_only=True):
     typical_p: Any = None
     watermark: Any = None
     adapter_id: Any = None
-    grammar: Any = None
+    grammar: JsonGrammar | NamedJsonGrammar | RegexGrammar | None = None
     structural_tag: Any = None
 
 
@@ -93,7 +108,6 @@ NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "typical_p": (1.0,),
     "watermark": (False,),
     "adapter_id": (),
-    "grammar": (),
     "structural_tag": (),
     "image_data": ([],),
     "audio_data": ([],),
@@ -134,6 +148,15 @@ def fold(request: AnyGenerateRequest) -> GenerateRequest:
             say("temperature", 0.0, prefix + "do_sample")
         if isinstance(part, Nested) and part.decoder_input_details:
             say("prompt_logprobs", 0, prefix + "decoder_input_details")
+        match part.grammar if isinstance(part, Nested) else None:
+            case RegexGrammar(value):
+                say("guided_regex", value, prefix + "grammar")
+            case JsonGrammar(schema):
+                say("guided_json", schema, prefix + "grammar")
+            case NamedJsonGrammar(named):
+                say("guided_json", named.schema or {}, prefix + "grammar")
+            case None:
+                pass
     if request.return_logprob:
         say("logprobs", request.top_logprobs_num or 0, "return_logprob")
     elif request.top_logprobs_num:

@@ -7,15 +7,10 @@ from pagerelay.common.wire.messages import Failed
 
 
 def error_of(failed: Failed) -> ApiError:
-    match failed.code:
-        case "too_long":
-            return InvalidRequest(failed.message, code="context_length_exceeded")
-        case "too_wide":
-            text = f"{failed.message}; ask for fewer beams or a smaller max_tokens"
-            return InvalidRequest(text, param="num_beams")
-        case "grammar_failed":
-            return InvalidRequest(failed.message, code=failed.code)
-        case "bad_logits":
-            return ApiError(failed.message, code=failed.code)  # not 503: asked again it would be the same
-        case _:
-            return Unavailable(failed.message, code=failed.code)
+    code, text = failed.code, failed.message
+    if code == "too_wide":
+        return InvalidRequest(f"{text}; ask for fewer beams or a smaller max_tokens", param="num_beams")
+    if code in ("too_long", "grammar_failed"):
+        return InvalidRequest(text, code="context_length_exceeded" if code == "too_long" else code)
+    # Not 503 for bad_logits: asked again it would be the same.
+    return ApiError(text, code=code) if code == "bad_logits" else Unavailable(text, code=code)

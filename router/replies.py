@@ -71,13 +71,16 @@ class Reply(ABC):
         include_usage: bool = False,
         logprobs: bool = False,
         token_ids: bool = False,
+        named_call: bool = False,
     ) -> None:
-        """``logprobs``, ``token_ids``: the request wants them of its tokens."""
+        """``logprobs``, ``token_ids``: the request wants them of its tokens; ``named_call``: it forces a call
+        of one function."""
         self.id = self.prefix + secrets.token_hex(12)
         self.model = model
         self.vocabulary = vocabulary
         self.logprobs = logprobs
         self.token_ids = token_ids
+        self.named_call = named_call
         self.created = int(time.time())
         self.include_usage = include_usage
 
@@ -266,7 +269,8 @@ class CompletionReply(_OpenAiReply):
 
 
 class ChatReply(_OpenAiReply):
-    """A choice that ends by itself after calls of functions has the finish reason ``tool_calls``."""
+    """A choice that ends by itself after calls of functions has the finish reason ``tool_calls``, but
+    ``stop`` where the only function was named by the request."""
 
     prefix = "chatcmpl-"
     kind = "chat.completion"
@@ -292,9 +296,12 @@ class ChatReply(_OpenAiReply):
             calls = [_tool_call(call, call.index) for call in piece.calls]
             chunk += self._chunk([_ChatChunkChoice(index, _ChatDelta(tool_calls=calls))])
         if piece.finish_reason is not None:
-            reason = _chat_finish(piece.finish_reason, index in self._called)
+            reason = self._finish(piece.finish_reason, index in self._called)
             chunk += self._chunk([_ChatChunkChoice(index, _ChatDelta(), reason)])
         return chunk
+
+    def _finish(self, reason: FinishReason, called: bool) -> ChatFinish:
+        return "tool_calls" if called and reason == "stop" and not self.named_call else reason
 
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
         return chat_logprobs(piece.told, self.vocabulary) if self.logprobs else None
@@ -305,7 +312,7 @@ class ChatReply(_OpenAiReply):
         return _ChatChoice(
             output.index,
             _Turn("assistant", content, tool_calls=calls or UNSET),
-            None if output.finish_reason is None else _chat_finish(output.finish_reason, bool(calls)),
+            None if output.finish_reason is None else self._finish(output.finish_reason, bool(calls)),
             self._logprobs(output),
             _prompt_logprobs(output, self.vocabulary),
             self._ids(output),
@@ -316,10 +323,6 @@ def _tool_call(call: CallDelta, index: int | UnsetType = UNSET) -> _ToolCall:
     if call.id is None or call.name is None:
         return _ToolCall(_Function(call.arguments), index=index)
     return _ToolCall(_Function(call.arguments, call.name), call.id, "function", index)
-
-
-def _chat_finish(reason: FinishReason, called: bool) -> ChatFinish:
-    return "tool_calls" if called and reason == "stop" else reason
 
 
 _REPLIES: dict[Kind, type[Reply]] = {
@@ -337,6 +340,7 @@ def reply_for(parsed: ParsedRequest, vocabulary: Vocabulary) -> Reply:
         parsed.include_usage,
         logprobs=parsed.logprobs is not None,
         token_ids=parsed.return_token_ids,
+        named_call=parsed.tool_rules is not None and parsed.tool_rules.named is not None,
     )
 
 

@@ -15,7 +15,7 @@ field                            what happens
                                  ``content`` null; ``name`` where the template writes it, else ignored
 ``tools``                        chat: functions, rendered by the model's template, ``parameters`` a JSON
                                  schema; refused where the template has no tools or writes calls in an unknown
-                                 form, ``strict: true`` beside a forced call alone
+                                 form, or where ``strict: true`` cannot be held to
 ``tool_choice``                  chat: ``auto`` (the default), ``none``, which hides the tools from the
                                  model; ``required`` and a named function: the answer is calls alone
 ``parallel_tool_calls``          chat: honoured; with false the answer ends with its first call

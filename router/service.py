@@ -47,6 +47,9 @@ class RouterService:
         self.started_at = time.time()
         self.tokenizer = Tokenizer.load(model.folder)
         self.grammars = GrammarChecker(model.folder, model.vocab_size)
+        self._whole_tokens = tuple(
+            (text, token) for text, token in self.tokenizer.whole_tokens.items() if token < model.vocab_size
+        )
         self._tool_family = tool_family(config.router.tool_parser, self.tokenizer.template)
         self.registry = WorkerRegistry(
             model_digest=model_digest(model.folder),
@@ -115,6 +118,7 @@ class RouterService:
             max_choices=self.config.router.max_choices,
             abilities=self.tokenizer.abilities,
             tool_family=self._tool_family,
+            whole_tokens=self._whole_tokens,
         )
 
     @contextmanager
@@ -163,11 +167,15 @@ class RouterService:
             ids = [await self.off_loop(size, work)]
         else:
             encode = partial(self.tokenizer.encode, add_special_tokens=parsed.add_special_tokens)
+            several = parsed.num_prompts > 1
             ids = [
-                await self.off_loop(len(prompt), partial(encode, prompt, context_len))
+                await self.off_loop(
+                    len(prompt),
+                    partial(encode, prompt, context_len, param=f"prompt[{at}]" if several else "prompt"),
+                )
                 if isinstance(prompt, str)
                 else prompt
-                for prompt in parsed.prompts
+                for at, prompt in enumerate(parsed.prompts)
             ]
         if parsed.truncate_prompt_tokens is not None:
             ids = [prompt[-parsed.truncate_prompt_tokens :] for prompt in ids]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final, Literal
 
 import msgspec
@@ -10,6 +11,8 @@ from pagerelay.common.errors import InvalidRequest
 from pagerelay.common.wire.sampling import Grammar
 from pagerelay.router.prompts import missing, unsupported
 from pagerelay.router.schemas import Common, ResponseFormat, StructuredOutputs
+from pagerelay.router.tool_calls import ToolRules
+from pagerelay.router.tool_grammar import FunctionSpec, forced_schema, strict_calls
 
 MAX_GRAMMAR_BYTES: Final = 256 << 10
 
@@ -17,6 +20,7 @@ Kind = Literal["json_schema", "regex", "choice", "lark"]
 Way = tuple[str, Kind, dict[str, Any] | list[str] | str | None]
 """A field, the kind of grammar that it holds, and its value."""
 
+_NOTHING: Final[Way] = ("tools", "json_schema", None)
 _ANY_OBJECT: Final = {"type": "object"}
 _NOT_YET: Final = (
     "structural_tag",
@@ -26,33 +30,42 @@ _NOT_YET: Final = (
 )
 
 
-def read_grammar(request: Common, forced_calls: dict[str, Any] | None) -> tuple[Grammar | None, str]:
-    """The request's grammar, if it has one, and the field that it is in; ``forced_calls`` is the schema that
-    ``tool_choice`` makes. Whether it can be compiled is not
-    looked at: see :mod:`grammar_check`."""
+def read_grammar(
+    request: Common, tools: list[FunctionSpec], rules: ToolRules | None, tokens: Iterable[tuple[str, int]]
+) -> tuple[Grammar | None, str]:
+    """The request's grammar, if it has one, and the field that it is in. For ``tokens`` see
+    :func:`strict_calls`. Whether it can be compiled is not looked at: see :mod:`grammar_check`."""
+    forced: dict[str, Any] | None = None
+    if rules is not None and rules.family == "forced":
+        forced = forced_schema(tools, rules.named, rules.parallel)
     ways: list[Way] = [
         ("guided_json", "json_schema", request.guided_json),
         ("guided_regex", "regex", request.guided_regex),
         ("guided_choice", "choice", request.guided_choice),
         ("guided_grammar", "lark", request.guided_grammar),
-        ("tool_choice", "json_schema", forced_calls),
+        ("tool_choice", "json_schema", forced),
     ]
     if request.response_format is not None:
         ways.append(_of_format(request.response_format))
     if request.structured_outputs is not None:
         ways += _of_outputs(request.structured_outputs)
     given = [(param, kind, value) for param, kind, value in ways if value is not None]
-    if not given:
+    if not given and (rules is None or not rules.strict):
         return None, ""
     if len(given) > 1:
         first, second = given[0][0], given[1][0]
         raise InvalidRequest(f"{first} and {second} both say what the answer is; use one", param=second)
-    param, kind, value = given[0]
+    param, kind, value = given[0] if given else _NOTHING
     if kind == "json_schema" and isinstance(value, str):
         try:
             value = msgspec.json.decode(value, type=dict[str, Any])
         except (msgspec.MsgspecError, RecursionError) as error:
             raise InvalidRequest(f"{param} is not the text of a JSON object", param=param) from error
+    if rules is not None and rules.strict:
+        if value is not None and not isinstance(value, dict):
+            message = f"{param} and strict tools exclude each other; leave one out, or give a JSON schema"
+            raise InvalidRequest(message, param=param)
+        param, kind, value = "tools", "lark", strict_calls(rules, tools, dict(tokens), value)
     text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
     size = len(text.encode())
     if size > MAX_GRAMMAR_BYTES:

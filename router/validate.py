@@ -43,7 +43,7 @@ from pagerelay.router.schemas import (
 )
 from pagerelay.router.structured import read_grammar
 from pagerelay.router.tool_calls import ToolFamily, ToolRules
-from pagerelay.router.tools import forced_calls, read_tools
+from pagerelay.router.tools import read_tools
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +71,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     max_choices: int
     abilities: ChatAbilities = ChatAbilities()
     tool_family: ToolFamily | None = None
+    whole_tokens: tuple[tuple[str, int], ...] = ()  # control tokens, and others beside the vocabulary proper
 
 
 class ParsedRequest(Struct, frozen=True, kw_only=True):
@@ -160,13 +161,12 @@ def parse_request(kind: Kind, body: bytes, limits: Limits) -> ParsedRequest:
     check_model(request.model, kind, limits.served_name)
     _refuse_unsupported(request, kind)
     prompts: list[str | list[int]] = []
-    chat, tool_rules, forced = Chat(messages=[]), None, None
+    chat, tools, tool_rules = Chat(messages=[]), None, None
     if isinstance(request, ChatRequest):
         if request.add_special_tokens:
             raise unsupported("add_special_tokens", "the chat template writes all special tokens itself")
         tools, tool_rules = read_tools(request, limits.abilities, limits.tool_family)
         chat = read_chat(request, limits.abilities, tools)
-        forced = forced_calls(request.tool_choice, tools, tool_rules)
     else:
         prompts = read_prompts(request.prompt, limits.vocab_size)
     n = 1 if request.n is None else request.n
@@ -186,7 +186,7 @@ def parse_request(kind: Kind, body: bytes, limits: Limits) -> ParsedRequest:
             if token_id >= limits.vocab_size:
                 raise outside_vocabulary(f"{field}[{position}]", token_id, limits.vocab_size)
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(dict.fromkeys(request.stop or ()))
-    grammar, grammar_param = read_grammar(request, forced)
+    grammar, grammar_param = read_grammar(request, tools or [], tool_rules, limits.whole_tokens)
     if grammar is not None and width:
         raise InvalidRequest("a beam search follows no grammar; leave one out", param=grammar_param)
     return ParsedRequest(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -65,7 +64,6 @@ class DataLink:
         self._changed = changed
         self._on_dropped = on_dropped
         self._socket = ServerSocket(keys, MAX_DATA_REQUEST_BYTES)
-        self._summing = ThreadPoolExecutor(1, thread_name_prefix="checksums")
         self._port = 0
         self.endpoint = ""
 
@@ -88,7 +86,6 @@ class DataLink:
         await self._recall_pool()
         if self._port:
             self._task.cancel()
-        self._summing.shutdown(wait=True)
         self._socket.close()
 
     async def _recall_pool(self) -> None:
@@ -124,7 +121,7 @@ class DataLink:
                     continue
                 case Fetch():
                     if engine.owes_sums(message.lease):
-                        await run_aside(self._summing, partial(engine.make_sums, message.lease))
+                        await run_aside(partial(engine.make_sums, message.lease))
                     engine.fetch(peer, message, now)
                 case Renew():
                     engine.renew(message.tickets, now)

@@ -10,6 +10,7 @@ at the same moment.
 from __future__ import annotations
 
 import torch
+from msgspec.structs import replace
 
 from pagerelay.common.engine.scheduler import MAX_SCORED_ROWS
 from pagerelay.common.engine.sequence import Sequence
@@ -55,15 +56,8 @@ def run_largest_step(
 
 
 def _wish(num_tokens: int, num_scored: int) -> Wish:
-    params = SamplingParams(
-        max_tokens=1,
-        temperature=1.0,
-        top_k=1,
-        top_p=0.5,
-        min_p=0.1,
-        logprobs=MAX_LOGPROBS,
-        prompt_logprobs=MAX_LOGPROBS,
-    )
+    params = SamplingParams(max_tokens=1, temperature=1.0, top_k=1, top_p=0.5, min_p=0.1)
+    params = replace(params, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS)
     seq = Sequence(
         owner="",
         request_id="",

@@ -154,7 +154,7 @@ class ShmBackend(DirectBackend):
         blocks = self.attach(peer.pool)
         check_blocks(sources, len(blocks), blocks.shape[1], into.shape[1])
         # numpy copies without the interpreter lock, so decoding goes on meanwhile.
-        await run_aside(self._copier, partial(self._copy, blocks, sources, into, targets))
+        await run_aside(partial(self._copy, blocks, sources, into, targets), self._copier)
         return len(sources) * peer.pool.block_bytes
 
     @staticmethod

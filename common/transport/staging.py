@@ -46,7 +46,7 @@ class PinnedStaging:
     async def run(self, work: Callable[[], T]) -> T:
         """Runs ``work`` on the staging thread. Cancelled, it returns only when the work has stopped: its
         blocks are somebody else's afterwards."""
-        return await run_aside(self._thread, work)
+        return await run_aside(work, self._thread)
 
     async def frames(self, blocks: DeviceBlocks, ids: Sequence[int]) -> list[memoryview]:
         """These blocks of our own pool as frames for the wire, as the step applied last leaves them."""

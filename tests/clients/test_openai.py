@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from chat_templates import FIRST_MARK, beginning, terse
 from cluster import Cluster
 from fake_router import FakeRouter, events, piece, refusal
 
 openai = pytest.importorskip("openai")
+
+from pydantic import BaseModel, Field  # noqa: E402
 
 PROMPT = "The licence says that"
 TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
@@ -138,6 +141,116 @@ def test_a_wrong_key_and_an_endpoint_that_is_not_served(served: Cluster, client:
     with pytest.raises(openai.NotFoundError) as caught:
         client.embeddings.create(model=model, input="a")
     assert caught.value.code == "unsupported_endpoint"
+
+
+# ------------------------------------------------------------------------------------ tools, parsed answers
+
+
+class Person(BaseModel):
+    name: Literal["Ann", "Zoë"]
+    age: int = Field(ge=0, le=150)
+
+
+class Pay(BaseModel):
+    """Pays somebody."""
+
+    to: Person
+    cents: int = Field(ge=0, le=9999)
+    urgent: bool
+
+
+FORCED: dict[str, Any] = {"max_tokens": 200, "seed": 3, "temperature": 0.8, "logit_bias": terse()}
+CALLED = FORCED | {"logit_bias": terse() | {str(FIRST_MARK): 100}}
+"""With a bias for the token that begins a call."""
+
+
+@pytest.fixture
+def caller(calling: Cluster, key: str) -> Iterator[Any]:
+    with openai.OpenAI(base_url=calling.url + "/v1", api_key=key, max_retries=0) as made:
+        yield made.chat.completions
+
+
+def test_an_answer_is_parsed(caller: Any) -> None:
+    fields = {"model": "tiny-llama", "messages": TURNS, "response_format": Person, **FORCED}
+    whole = caller.parse(**fields)
+    assert isinstance(whole.choices[0].message.parsed, Person)
+    with caller.stream(**fields) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion()
+    assert {"chunk", "content.delta", "content.done"} <= set(kinds)
+    assert final.choices[0].message.parsed == whole.choices[0].message.parsed
+
+
+@pytest.mark.parametrize(
+    "choice",
+    ["auto", "required", {"type": "function", "function": {"name": "Pay"}}, None],
+    ids=["auto", "required", "named", "left out"],
+)
+def test_strict_functions_are_called_and_parsed(caller: Any, choice: Any) -> None:
+    """``pydantic_function_tool`` makes every function strict."""
+    fields = {
+        "model": "tiny-llama",
+        "messages": TURNS,
+        "tools": [openai.pydantic_function_tool(Pay), openai.pydantic_function_tool(Person)],
+        "parallel_tool_calls": False,
+        **(CALLED if choice in (None, "auto") else FORCED),
+        **({} if choice is None else {"tool_choice": choice}),
+    }
+    whole = caller.parse(**fields).choices[0]
+    (call,) = whole.message.tool_calls
+    assert call.id.startswith("call_")
+    assert isinstance(call.function.parsed_arguments, Pay | Person)
+    assert whole.finish_reason == ("stop" if isinstance(choice, dict) else "tool_calls")
+    assert whole.message.content is None
+    with caller.stream(**fields, stream_options={"include_usage": True}) as stream:
+        events = list(stream)
+        final = stream.get_final_completion()
+    kinds = {event.type for event in events}
+    assert {"tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= kinds
+    (streamed,) = final.choices[0].message.tool_calls
+    assert streamed.function.parsed_arguments == call.function.parsed_arguments
+    assert final.choices[0].finish_reason == whole.finish_reason
+    assert final.usage.completion_tokens > 0
+    # The call goes back with its result.
+    turns = [*TURNS, whole.message.model_dump(exclude_none=True, exclude={"parsed"})]
+    for made in turns[-1]["tool_calls"]:
+        made["function"].pop("parsed_arguments", None)
+    turns += [{"role": "tool", "tool_call_id": call.id, "content": "done"}]
+    again = caller.create(model="tiny-llama", messages=turns, tools=fields["tools"], max_tokens=2)
+    assert again.usage.prompt_tokens > 20
+
+
+def test_several_calls_and_an_answer_of_a_schema(caller: Any) -> None:
+    fields = {
+        "model": "tiny-llama",
+        "messages": TURNS,
+        "tools": [openai.pydantic_function_tool(Pay)],
+        "response_format": Person,
+        "max_tokens": 400,
+    }
+    answered = caller.parse(**FORCED | {"logit_bias": terse() | beginning("{", 100)} | fields).choices[0]
+    assert isinstance(answered.message.parsed, Person)
+    assert not answered.message.tool_calls
+    free = {"response_format": {"type": "text"}, "max_tokens": 150}
+    called = caller.create(**CALLED | fields | free).choices[0]
+    assert len(called.message.tool_calls) > 1
+    assert called.finish_reason == "length"
+
+
+def test_endpoints_of_other_apis_are_refused_by_name(client: Any, model: str) -> None:
+    for call in (
+        lambda: client.responses.create(model=model, input="hi"),
+        lambda: client.beta.assistants.create(model=model),
+        lambda: client.beta.threads.create(),
+        lambda: client.batches.list(),
+        lambda: client.audio.speech.create(model=model, voice="alloy", input="hi"),
+        lambda: client.images.generate(model=model, prompt="hi"),
+        lambda: client.moderations.create(input="hi"),
+    ):
+        with pytest.raises(openai.NotFoundError) as caught:
+            call()
+        assert caught.value.code == "unsupported_endpoint"
+        assert "/v1/" in caught.value.message
 
 
 def test_it_comes_again_after_429_and_503_and_tells_an_error_in_a_stream() -> None:

@@ -185,7 +185,9 @@ class StrictStream:
         assert sorted(self.texts) == list(range(len(self.texts))), f"choices {sorted(self.texts)}"
         assert self.finish.keys() == self.texts.keys(), f"{self.finish} of {len(self.texts)} choices ended"
         for index, reason in self.finish.items():
-            assert reason == "length" or (reason == "tool_calls") == (index in self.calls), reason
+            choice = (self._request or {}).get("tool_choice")
+            called = index in self.calls and not isinstance(choice, dict)  # a named function's call: stop
+            assert reason == "length" or (reason == "tool_calls") == called, reason
         assert (self.usage is not None) is (self._kind == "Generation" or self._with_usage), "usage"
         if self._request is not None and (count := num_choices(self._request)) is not None:
             assert len(self.texts) == count, f"{len(self.texts)} choices of {count}"
@@ -213,8 +215,13 @@ def num_choices(request: Event) -> int | None:
     return (request.get("n") or 1) * (len(prompt) if several else 1)
 
 
+reading: set[int] = set()
+"""aiohttp readers whose bytes go through :func:`events`."""
+
+
 async def events(response: aiohttp.ClientResponse, checked: StrictStream) -> AsyncIterator[Event]:
     """Events of a whole answer; the caller may leave before its end."""
+    reading.add(id(response.content))
     assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
     assert response.headers["Cache-Control"] == "no-cache"
     assert response.headers["X-Accel-Buffering"] == "no"

@@ -22,12 +22,24 @@ GPU_ONLY = (
     "common/transport/cu",
     "common/transport/torch_runtime",
     "common/transport/staging",
+    "common/service/gpu_memory",
 )
 API = tuple(
     f"router/{name}"
     for name in (
         *("schemas", "json_body", "prompts", "validate", "openapi", "tokens", "aliases", "structured"),
-        *("chat_template", "control_tokens", "tools", "tool_calls", "logprobs", "pieces", "replies", "sse"),
+        *(
+            "chat_template",
+            "control_tokens",
+            "tools",
+            "tool_calls",
+            "tool_xml",
+            "tool_grammar",
+            "logprobs",
+            "pieces",
+            "replies",
+            "sse",
+        ),
         *("dialects", "beam_fields"),
     )
 )

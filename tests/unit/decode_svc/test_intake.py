@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -121,7 +120,6 @@ async def fetch(
     checksums: bool = True,
 ) -> Fetched:
     engine, taken = intake or reserved()
-    checker = ThreadPoolExecutor(1, "checksums")
     ticks = iter(range(100))
     return await fetch_prompt(
         taken,
@@ -130,7 +128,7 @@ async def fetch(
         engine.pool,
         patience_s=patience_s,
         clock=lambda: float(next(ticks)),
-        checker=checker if checksums else None,
+        checksums=checksums,
     )
 
 

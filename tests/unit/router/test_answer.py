@@ -26,8 +26,12 @@ OUTPUTS = {
     "hermes": f"Well 🦜.\n<tool_call>\n{JSON[0]}\n</tool_call>\n<tool_call>\n{JSON[1]}\n</tool_call>",
     "llama3_json": f"Well 🦜.<|python_tag|>{JSON[0]}; {JSON[1]}",
     "mistral": f"Well 🦜. [TOOL_CALLS] [{JSON[0]}, {JSON[1]}]",
+    "mistral_args": f"Well 🦜.[TOOL_CALLS]add[CALL_ID]0[ARGS]{CALLS[0][1]}[TOOL_CALLS]now[ARGS]{CALLS[1][1]}",
+    "qwen3_coder": "Well 🦜.\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n"
+    "日本 🦜\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now></function></tool_call>",
 }
-TOOLS = [{"type": "function", "function": {"name": name}} for name, _ in CALLS]
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name, _ in CALLS]
 
 
 class ScriptedFlow:
@@ -165,3 +169,25 @@ def test_a_stop_string_ends_a_call(tokenizer: Tokenizer) -> None:
     choice, chunks = answer(tokenizer, ask(tokenizer, stop="日本"), flow)
     assert whole(choice) == add_up(chunks) == ("Well 🦜.", [("add", '{"a": 1, "b": "')], "tool_calls")
     assert flow.ended_by_router
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [("required", "tool_calls"), ({"type": "function", "function": {"name": "add"}}, "stop")],
+)
+def test_the_end_of_forced_calls(tokenizer: Tokenizer, choice: Any, reason: str) -> None:
+    """As OpenAI has it; ids are those that the model's template takes."""
+    assert tokenizer.template is not None
+    ids = tokenizer.encode(f"[{JSON[0]}]<|endoftext|>")
+    parsed = ask(tokenizer, tool_choice=choice)
+    for end, wanted in ((len(ids), reason), (len(ids) - 3, "length")):
+        flow = ScriptedFlow(ids[:end], 3, "stop" if end == len(ids) else "length")
+        plain, chunks = answer(tokenizer, parsed, flow)
+        assert whole(plain)[2] == add_up(chunks)[2] == wanted
+    plain, chunks = answer(tokenizer, parsed, ScriptedFlow(ids, 3, "stop"))
+    assert whole(plain) == add_up(chunks) == ("", CALLS[:1], reason)
+    ids_of_calls = [call["id"] for call in plain["message"]["tool_calls"]]
+    ids_of_calls += [c["id"] for chunk in chunks for c in chunk["delta"].get("tool_calls", ()) if "id" in c]
+    short = (detect_family(tokenizer.template.source) or "").startswith("mistral")
+    assert [len(one) for one in ids_of_calls] == [9 if short else 29] * 2
+    assert all(one.startswith("call_") != short for one in ids_of_calls)

@@ -63,6 +63,22 @@ def test_the_same_twice_is_no_contradiction() -> None:
 
 
 @pytest.mark.parametrize(
+    ("grammar", "ours"),
+    [
+        ({"type": "regex", "value": "a+"}, {"guided_regex": "a+"}),
+        ({"type": "json", "value": {"type": "null"}}, {"guided_json": {"type": "null"}}),
+        (
+            {"type": "json_schema", "value": {"name": "x", "schema": {"type": "null"}}},
+            {"guided_json": {"type": "null"}},
+        ),
+    ],
+    ids=str,
+)
+def test_grammars_of_tgi(grammar: dict[str, Any], ours: dict[str, Any]) -> None:
+    assert parse(inputs="a", parameters={"grammar": grammar}) == parse(prompt="a", **ours)
+
+
+@pytest.mark.parametrize(
     ("body", "param"),
     [
         ({"prompt": "a", "text": "a"}, "text"),
@@ -74,7 +90,23 @@ def test_the_same_twice_is_no_contradiction() -> None:
         ),
         ({"inputs": "a", "parameters": {"do_sample": False, "temperature": 1}}, "parameters.do_sample"),
         ({"inputs": "a", "parameters": {"watermark": True}}, "parameters.watermark"),
-        ({"inputs": "a", "parameters": {"grammar": {"type": "regex", "value": "a"}}}, "parameters.grammar"),
+        ({"inputs": "a", "parameters": {"grammar": "a"}}, "parameters.grammar"),
+        (
+            {"inputs": "a", "parameters": {"grammar": {"type": "bnf", "value": "a"}}},
+            "parameters.grammar.type",
+        ),
+        (
+            {"inputs": "a", "parameters": {"grammar": {"type": "regex", "value": {}}}},
+            "parameters.grammar.value",
+        ),
+        (
+            {
+                "inputs": "a",
+                "guided_regex": "b",
+                "parameters": {"grammar": {"type": "regex", "value": "a"}},
+            },
+            "parameters.grammar",
+        ),
         ({"inputs": "a", "parameters": {"best_of": 2, "max_new_tokens": 0}}, "parameters.max_new_tokens"),
         ({"inputs": ["a"]}, "inputs"),
         ({"text": "a", "top_logprobs_num": 2}, "top_logprobs_num"),

@@ -1,4 +1,4 @@
-"""Calls of functions in outputs: the three families, cut anywhere, whole and broken."""
+"""Calls of functions in outputs: every family, cut anywhere, whole and broken."""
 
 from __future__ import annotations
 
@@ -10,15 +10,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagerelay.router.tool_calls import CallDelta, ToolFamily, ToolParser, ToolRules
+from pagerelay.router.tool_xml import kinds
 
 NAMES = frozenset({"get_weather", "add"})
-FAMILIES: tuple[ToolFamily, ...] = ("hermes", "llama3_json", "mistral", "forced")
+FAMILIES: tuple[ToolFamily, ...] = (
+    *("hermes", "llama3_json", "mistral", "mistral_args", "qwen3_coder", "forced"),
+)
+PARAMETERS = {
+    "get_weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    "add": {
+        "properties": {
+            "a": {"type": ["integer", "array", "object", "boolean"]},
+            "b": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "c": {"$ref": "#/$defs/c"},
+            "any": {},
+        },
+        "$defs": {"c": {"type": "string", "enum": ["1", "two"]}},
+    },
+}
 Call = tuple[str, str]
 
 
 def read(family: ToolFamily | None, pieces: list[str], parallel: bool = True) -> tuple[str, list[Call]]:
     """(text, [(name, arguments)]) as a client adds the pieces up, the order of deltas checked."""
-    parser = ToolParser(None if family is None else ToolRules(family, NAMES, parallel))
+    rules = None if family is None else ToolRules(family, NAMES, parallel, parameters=PARAMETERS)
+    parser = ToolParser(rules)
     texts: list[str] = []
     calls: list[list[str]] = []
     ids: list[str] = []
@@ -36,7 +52,7 @@ def read(family: ToolFamily | None, pieces: list[str], parallel: bool = True) ->
                 assert delta.index == len(calls) - 1
                 calls[-1][1] += delta.arguments
     assert len(set(ids)) == len(calls)
-    wanted = 9 if family == "mistral" else 29
+    wanted = 9 if family in ("mistral", "mistral_args") else 29
     assert all(len(one) == wanted for one in ids)
     return "".join(texts), [(name, arguments) for name, arguments in calls]
 
@@ -46,6 +62,12 @@ W = f'{{"name": "get_weather", "arguments": {PARIS}}}'
 A = '{"name": "add", "arguments": {"a": [1, {"b": 2}]}}'
 ADD = ("add", '{"a": [1, {"b": 2}]}')
 WEATHER = ("get_weather", PARIS)
+
+
+def xml(name: str, **values: str) -> str:
+    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
 
 OUTPUTS: list[tuple[ToolFamily, str, str, list[Call]]] = [
     ("hermes", f"<tool_call>\n{W}\n</tool_call>", "", [WEATHER]),
@@ -85,6 +107,74 @@ OUTPUTS: list[tuple[ToolFamily, str, str, list[Call]]] = [
     ("mistral", f"[TOOL_CALLS] [{W}, {A}]", "", [WEATHER, ADD]),
     ("mistral", f'So: [TOOL_CALLS]\n[ {W[:-1]}, "id": "012345678"}} ]', "So:", [WEATHER]),
     ("forced", f"[{W}, {A}]", "", [WEATHER, ADD]),
+    ("mistral_args", f"[TOOL_CALLS]get_weather[ARGS]{PARIS}", "", [WEATHER]),
+    ("mistral_args", f"[TOOL_CALLS]add[CALL_ID]a1b2c3d4e[ARGS]{ADD[1]}", "", [ADD]),
+    (
+        "mistral_args",
+        f"So: [TOOL_CALLS] get_weather[ARGS] {PARIS}\n[TOOL_CALLS]add[ARGS]{ADD[1]} end",
+        "So:end",
+        [WEATHER, ADD],
+    ),
+    ("mistral_args", '[TOOL_CALLS]add[ARGS]{"a": ', "", [("add", '{"a": ')]),
+    (
+        "qwen3_coder",
+        xml("get_weather", city="Paris", days="3"),
+        "",
+        [("get_weather", '{"city": "Paris", "days": 3}')],
+    ),
+    (
+        "qwen3_coder",
+        "Hm. " + xml("add") + "\n" + xml("add", b="x"),
+        "Hm.",
+        [("add", "{}"), ("add", '{"b": "x"}')],
+    ),
+    (
+        "qwen3_coder",
+        xml("get_weather", city='  a\n"<b>\\ \n'),
+        "",
+        [("get_weather", '{"city": "  a\\n\\"<b>\\\\ \\n"}')],
+    ),
+    (
+        "qwen3_coder",
+        xml("get_weather", city="5", other="7"),
+        "",
+        [("get_weather", '{"city": "5", "other": "7"}')],
+    ),
+    (
+        "qwen3_coder",
+        xml("add", a='[1, {"x": null}]', b="null", c="1"),
+        "",
+        [("add", '{"a": [1, {"x": null}], "b": null, "c": "1"}')],
+    ),
+    (
+        "qwen3_coder",
+        xml("add", a="True", b="3", any="None"),
+        "",
+        [("add", '{"a": true, "b": "3", "any": null}')],
+    ),
+    ("qwen3_coder", xml("add", a="many", any='"q"'), "", [("add", '{"a": "many", "any": "\\"q\\""}')]),
+    ("qwen3_coder", "a<function=add><parameter=b></parameter></function> b", "ab", [("add", '{"b": ""}')]),
+    (
+        "qwen3_coder",
+        xml("add", b="x")[: -len("</function>\n</tool_call>")] + "</tool_call>",
+        "",
+        [("add", '{"b": "x"}')],
+    ),
+    ("qwen3_coder", "<tool_call><function=add>no", "no", [("add", "{}")]),
+    ("qwen3_coder", "<tool_call><function=add><parameter=b>x\ny</para", "", [("add", '{"b": "x\\ny</para')]),
+    (
+        "qwen3_coder",
+        "<function=get_weather><parameter=city>x</para",
+        "",
+        [("get_weather", '{"city": "x</para')],
+    ),
+    ("qwen3_coder", "<tool_call><function=add><parameter=a>[1, ", "", [("add", '{"a": [1, ')]),
+    (
+        "qwen3_coder",
+        "<tool_call><function=add>\n<parameter=b>\nx\n</parameter>\n<para",
+        "<para",
+        [("add", '{"b": "x"')],
+    ),
 ]
 
 TEXTS: list[tuple[ToolFamily, str]] = [
@@ -118,6 +208,17 @@ TEXTS: list[tuple[ToolFamily, str]] = [
     ("mistral", '[TOOL_CALLS]["add"]'),
     ("mistral", f"[TOOL_CALLS]{A}"),
     ("mistral", f"[{A}]"),
+    ("mistral_args", "[TOOL_CALLS]add"),
+    ("mistral_args", "[TOOL_CALLS]add[ARGS]"),
+    ("mistral_args", "[TOOL_CALLS]add[ARGS] 7"),
+    ("mistral_args", "[TOOL_CALLS]other[ARGS]{}"),
+    ("mistral_args", "[TOOL_CALLS]" + "add" * 200 + "[ARGS]{}"),
+    ("mistral_args", f"[TOOL_CALLS][{A}]"),
+    ("mistral_args", "add[ARGS]{}"),
+    ("qwen3_coder", "<tool_call>\n<function=other>\n</function>\n</tool_call>"),
+    ("qwen3_coder", "<tool_call>\n<function=add"),
+    ("qwen3_coder", f"<tool_call>\n{A}\n</tool_call>"),
+    ("qwen3_coder", "<function=>x</function> <parameter=a>"),
     ("forced", "[]"),
     ("forced", W),
 ]
@@ -158,13 +259,20 @@ def test_one_call_only(family: ToolFamily) -> None:
         "hermes": f"a<tool_call>{W}</tool_call><tool_call>{A}</tool_call>z",
         "llama3_json": f"a<|python_tag|>{W};{A}",
         "mistral": f"a[TOOL_CALLS][{W},{A}]",
+        "mistral_args": f"a[TOOL_CALLS]get_weather[ARGS]{PARIS}[TOOL_CALLS]add[ARGS]{ADD[1]}",
+        "qwen3_coder": "a" + xml("add", b="x") + xml("add") + "z",
         "forced": f"[{W},{A}]",
     }
     text = "" if family == "forced" else "a"
-    assert read(family, [outputs[family]], parallel=False) == (text, [WEATHER])
-    parser = ToolParser(ToolRules(family, NAMES, parallel=False))
+    first, end = WEATHER, W
+    if family == "mistral_args":
+        end = PARIS
+    elif family == "qwen3_coder":
+        first, end = ("add", '{"b": "x"}'), "</function>"
+    assert read(family, [outputs[family]], parallel=False) == (text, [first])
+    parser = ToolParser(ToolRules(family, NAMES, parallel=False, parameters=PARAMETERS))
     done = [parser.push(char) and parser.done for char in outputs[family]]
-    assert done.index(True) == outputs[family].index(W) + len(W) - 1
+    assert done.index(True) == outputs[family].index(end) + len(end) - 1
 
 
 def test_text_and_arguments_come_at_once() -> None:
@@ -210,6 +318,8 @@ WORDS = st.sampled_from(
             '{"a": 1}',
             '"id": 1',
         ),
+        *("add[ARGS]", "[CALL_ID]x1", "<function=add>", "<function=", "</function>", "</parameter>"),
+        *("<parameter=a>", "<parameter=b>", "<parameter=", "1", "True"),
         *('{"arguments": ', ', "name": "add"}', "null", " " * 70),
     ]
 )
@@ -242,7 +352,7 @@ VALUES = st.none() | st.integers() | st.text(max_size=8) | st.lists(st.text(max_
 
 @settings(max_examples=60, deadline=None)
 @given(
-    family=st.sampled_from(FAMILIES),
+    family=st.sampled_from([family for family in FAMILIES if family != "qwen3_coder"]),
     arguments=st.lists(st.dictionaries(st.text(max_size=5), VALUES, max_size=3), min_size=1, max_size=3),
     ascii_only=st.booleans(),
 )
@@ -256,6 +366,39 @@ def test_any_arguments_pass_unchanged(
         "hermes": "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls),
         "llama3_json": "; ".join(calls),
         "mistral": f"[TOOL_CALLS]{listed}",
+        "mistral_args": "".join(f"[TOOL_CALLS]add[ARGS]{text}" for text in texts),
         "forced": listed,
     }[family]
     assert read(family, list(output)) == ("", [("add", text) for text in texts])
+
+
+@settings(max_examples=60, deadline=None)
+@given(values=st.dictionaries(st.sampled_from("abcd"), VALUES | st.booleans(), max_size=4))
+def test_values_in_tags_have_the_types_of_the_schema(values: dict[str, Any]) -> None:
+    """What the model was shown as ``values`` is read as that, a text also where it looks like JSON."""
+    kinds = {int: "integer", str: "string", bool: "boolean", list: "array", type(None): "null"}
+    schema = {"properties": {key: {"type": kinds[type(value)]} for key, value in values.items()}}
+    written = {
+        key: value
+        if isinstance(value, str)
+        else str(value)
+        if isinstance(value, bool | None)
+        else json.dumps(value)
+        for key, value in values.items()
+    }
+    parser = ToolParser(ToolRules("qwen3_coder", NAMES, parameters={"add": schema}))
+    deltas = [delta for char in xml("add", **written) for delta in parser.push(char)[1]]
+    assert parser.push("", last=True) == ("", [])
+    assert deltas[0].name == "add"
+    assert json.loads("".join(delta.arguments for delta in deltas)) == values
+
+
+def test_a_schema_that_refers_to_itself_has_any_type() -> None:
+    loop = {
+        "properties": {"a": {"$ref": "#/properties/a"}, "b": {"anyOf": [{"$ref": "#/x"}, {"type": "string"}]}}
+    }
+    assert kinds(loop["properties"]["a"], loop) == kinds({}, {})
+    assert kinds(loop["properties"]["b"], loop) == kinds(None, {})
+    wide = {"anyOf": [{"anyOf": [{"const": number}]} for number in range(1000)]}
+    assert kinds(wide, wide) == kinds({}, {})
+    assert kinds({"type": ["string", "null"]}, {}) == {"string", "null"}

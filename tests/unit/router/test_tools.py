@@ -1,4 +1,4 @@
-"""Chats with tools: what is taken, refused, and written into the prompt, by templates of three families."""
+"""Chats with tools: what is taken, refused, and written into the prompt, by templates of five families."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from pagerelay.common.errors import InvalidRequest
 from pagerelay.router.chat_template import ChatAbilities, ChatTemplate
 from pagerelay.router.text import Tokenizer
 from pagerelay.router.tool_calls import ToolRules
-from pagerelay.router.tools import forced_schema, tool_family
+from pagerelay.router.tool_grammar import forced_schema
+from pagerelay.router.tools import tool_family
 from pagerelay.router.validate import Limits, ParsedRequest, parse_request
 
 FAMILIES = sorted(TEMPLATES)
@@ -160,9 +161,9 @@ def test_what_a_template_makes_use_of(load: Load, family: str) -> None:
     tokenizer, _ = load(family)
     found = tokenizer.abilities
     assert (found.tools, found.calls, found.names) == (True, True, False)
-    assert found.part_roles == ({"user"} if family == "mistral" else set())
-    own = {"hermes": {"enable_thinking"}, "llama3_json": {"date_string"}, "mistral": set()}
-    assert found.variables == own[family]
+    assert found.part_roles == ({"user"} if family.startswith("mistral") else set())
+    own = {"hermes": {"enable_thinking"}, "llama3_json": {"date_string"}}
+    assert found.variables == own.get(family, set())
     assert tool_family("auto", tokenizer.template) == family
     assert tool_family("none", tokenizer.template) is None
     assert tool_family("mistral", tokenizer.template) == "mistral"
@@ -180,9 +181,7 @@ def test_a_template_without_tools(tokenizer: Tokenizer) -> None:
     assert refuse(allowed, messages=[*HI, ROUND[2]]).param == "messages[1].role"
 
 
-@pytest.mark.parametrize(
-    "source", ["[TOOL_CALLS]name[ARGS]{{ tools }}", "<tool_call><function=x>{{ tools }}", "{{ tools }}"]
-)
+@pytest.mark.parametrize("source", ["<|tool▁calls▁begin|>{{ tools }}", "{{ tools }}"])
 def test_families_that_are_not_known(source: str) -> None:
     template = ChatTemplate(source, {})
     assert tool_family("auto", template) is None
@@ -270,8 +269,18 @@ def test_rules_by_which_the_output_is_read(load: Load) -> None:
             "tools[0].function.parameters",
         ),
         (
-            {"tools": [BARE, {"type": "function", "function": {"name": "a", "strict": True}}]},
-            "tools[1].function.strict",
+            {
+                "tools": [{"type": "function", "function": {"name": "a", "strict": True}}],
+                "guided_regex": "a+",
+            },
+            "guided_regex",
+        ),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "a", "strict": True}}],
+                "guided_json": "[]",
+            },
+            "guided_json",
         ),
         ({"tools": [BARE, WEATHER, BARE]}, "tools[2].function.name"),
         ({"tools": [BARE] * 129}, "tools"),
@@ -490,9 +499,45 @@ def test_a_forced_call_is_a_grammar(load: Load) -> None:
             parsed = parse(allowed, tools=[WEATHER, BARE], tool_choice=choice, parallel_tool_calls=parallel)
             assert parsed.grammar is not None
             assert parsed.grammar_param == "tool_choice"
-            assert parsed.tool_rules == ToolRules("forced", frozenset({"get_weather", "now"}), parallel)
+            names = frozenset({"get_weather", "now"})
+            assert parsed.tool_rules == ToolRules("forced", names, parallel, name)
             function = {"name": "now", "parameters": {"type": "object", "properties": {}}}
             tools = [WEATHER, {"type": "function", "function": function}]
             assert json.loads(parsed.grammar.text) == forced_schema(tools, name, parallel)
     strict = {"type": "function", "function": {"name": "now", "strict": True}}
     assert parse(allowed, tools=[strict], tool_choice="required").grammar is not None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_strict_functions_are_a_grammar(load: Load, family: str) -> None:
+    allowed = limits(load(family)[0])
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    if family == "qwen3_coder":
+        assert refuse(allowed, tools=[BARE, strict]).param == "tools[1].function.strict"
+        typed = parse(allowed, tools=[WEATHER]).tool_rules
+        assert typed is not None
+        assert typed.parameters == {"get_weather": WEATHER["function"]["parameters"]}
+        return
+    for choice in ({}, {"tool_choice": "auto"}):
+        parsed = parse(allowed, tools=[strict, BARE], **choice)
+        assert parsed.grammar is not None
+        assert (parsed.grammar.kind, parsed.grammar_param) == ("lark", "tools")
+        assert parsed.tool_rules is not None
+        assert (parsed.tool_rules.family, parsed.tool_rules.strict) == (family, {"get_weather"})
+    schema = {"type": "object", "properties": {"z": {"type": "null"}}}
+    beside = parse(
+        allowed,
+        tools=[strict],
+        response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": schema}},
+    )
+    assert beside.grammar is not None
+    assert '"null"' in beside.grammar.text
+    for fields in ({"tool_choice": "none"}, {"tools": [WEATHER]}):
+        free = parse(allowed, **{"tools": [strict], **fields})
+        assert free.grammar is None
+        assert free.tool_rules is None or not free.tool_rules.strict
+    forced = parse(allowed, tools=[strict], tool_choice="required")
+    assert forced.grammar is not None
+    assert (forced.grammar.kind, forced.grammar_param) == ("json_schema", "tool_choice")
+    assert forced.tool_rules is not None
+    assert forced.tool_rules.short_ids is family.startswith("mistral")
