@@ -232,5 +232,9 @@ async def test_logits_that_are_no_numbers_fail_their_own_request_alone(ill: Path
                 group.create_task(refused(body))
         assert [answer.result() for answer in answers] == expected
         await cluster.idle()
-        assert await cluster.metric("pagerelay_bad_logits_total") == len(bodies)
+
+        async def counted() -> bool:  # it comes with heartbeats
+            return await cluster.metric("pagerelay_bad_logits_total") == len(bodies)
+
+        await cluster.until("each is counted", counted)
         assert await cluster.metric("pagerelay_recoveries_total") == 0
