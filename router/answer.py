@@ -96,7 +96,7 @@ class Answer:
         parsed, metrics, clock = self._parsed, self._service.metrics, self._service.clock
         tokenizer = self._service.tokenizer
         parser = ToolParser(parsed.tool_rules)
-        detokenizer = tokenizer.detokenizer(parsed.skip_special_tokens, parser.marks)
+        detokenizer = tokenizer.detokenizer(parsed.skip_special_tokens, parser.marks, self._before(choice))
         stops = StopMatcher(parsed.stop, parsed.include_stop_str_in_output)
         last: float | None = None
         offset = 0
@@ -160,13 +160,18 @@ class Answer:
         """All at once, and no text before the last step."""
         tokenizer, skip = self._service.tokenizer, self._parsed.skip_special_tokens
         for one in (await flow.hypotheses())[: self._parsed.n]:
-            detokenizer = tokenizer.detokenizer(skip)
+            detokenizer = tokenizer.detokenizer(skip, after=self._before(choice))
             told = one.token_ids[:-1] if one.finish_reason == "stop" else one.token_ids
             text = "".join(map(detokenizer.push, told)) + detokenizer.flush()
             choice.found.append(Piece(0, text, one.token_ids, one.finish_reason, score=one.score))
             self._service.metrics.output_tokens.inc(len(one.token_ids))
         await flow.close()
         self._pieces.put_nowait(Piece(choice.index, "", [], "stop"))
+
+    def _before(self, choice: Choice) -> list[int]:
+        """The tokens that the text goes on from; an answer in a chat is a text of its own."""
+        begins = self._parsed.kind == "chat" and not self._parsed.chat.continue_final
+        return [] if begins else choice.flow.journal.prompt
 
     def _tell_prompt(self, choice: Choice, text: list[str], told: list[Told]) -> int:
         """What is said of the prompt, once its first token is here. Returns the characters that it has in the

@@ -27,6 +27,7 @@ from pagerelay.router.validate import Kind, check_model
 
 log = logging.getLogger(__name__)
 SERVICE = web.AppKey("service", RouterService)
+COUNTED = web.RequestKey("counted", bool)
 
 VERSION = metadata.version("pagerelay")
 BODY_TIMEOUT_S = 30.0
@@ -94,9 +95,11 @@ def generation(kind: Kind) -> Handler:
 
 def _count(service: RouterService, request: web.Request, error: BaseException | None) -> None:
     """A request ends once: a client that leaves when it has read all it wanted is no second end."""
-    if "counted" not in request:
-        request["counted"] = True
+    if COUNTED not in request:
+        request[COUNTED] = True
         service.metrics.requests.labels(route=request.path, outcome=outcome(error)).inc()
+        if isinstance(error, DeadlineExceeded):
+            service.metrics.timeouts.labels(limit=error.code).inc()
 
 
 async def _generate(service: RouterService, request: web.Request, kind: Kind) -> web.StreamResponse:
@@ -218,6 +221,7 @@ async def _write(service: RouterService, response: web.StreamResponse, out: list
         async with asyncio.timeout(service.config.router.write_timeout_s):
             await response.write(data)
     except TimeoutError:
+        service.metrics.timeouts.labels(limit="write_timeout").inc()
         raise ConnectionResetError("the client does not read") from None
 
 
@@ -228,8 +232,7 @@ def answering(make: Callable[[RouterService, bytes], Awaitable[bytes]]) -> Handl
     """A route whose answer is made from the body alone, without a worker."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        service = request.app[SERVICE]
-        route, ended = request.path, None
+        service, ended = request.app[SERVICE], None
         try:
             with service.in_house():
                 return json_response(await make(service, await _body(request)))
@@ -237,7 +240,7 @@ def answering(make: Callable[[RouterService, bytes], Awaitable[bytes]]) -> Handl
             ended = error
             raise
         finally:
-            service.metrics.requests.labels(route=route, outcome=outcome(ended)).inc()
+            _count(service, request, ended)
 
     return handle
 

@@ -1,6 +1,7 @@
 """Token ids → text, one token at a time. One detokenizer per choice.
 
-The joined pieces equal the one-shot decode of all ids. Two ways, by the tokenizer's decoder:
+The joined pieces equal the one-shot decode of all ids, and where they continue a prompt what the decode of
+both has more than that of the prompt. Two ways, by the tokenizer's decoder:
 
 * byte-level BPE (:class:`ByteDetokenizer`): every id is a string of bytes, and UTF-8 is decoded as they come.
   A piece never ends inside a character; bytes that are no UTF-8 become U+FFFD as soon as that is certain.
@@ -19,6 +20,8 @@ from typing import Final
 
 PATIENCE: Final = 4
 """Bytes of the longest UTF-8 character."""
+TAIL: Final = 4
+"""Tokens of a prompt that its answer is decoded after."""
 STRANGE: Final = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -71,20 +74,25 @@ class ByteDetokenizer(Detokenizer):
 
 
 class WindowDetokenizer(Detokenizer):
-    """``decode`` is the tokenizer's own one-shot decode, ``byte_ids`` are its single-byte tokens.
+    """``decode`` is the tokenizer's own one-shot decode, ``byte_ids`` are its single-byte tokens; the text
+    goes on from the ids ``after``, unless these end within a character.
 
     Holds the ids of the last piece sent and those after it.
     """
 
     def __init__(
-        self, decode: Callable[[list[int]], str], skip: Collection[int] = (), byte_ids: Collection[int] = ()
+        self,
+        decode: Callable[[list[int]], str],
+        skip: Collection[int] = (),
+        byte_ids: Collection[int] = (),
+        after: Sequence[int] = (),
     ) -> None:
         self._decode = decode
         self._skip = skip
         self._byte_ids = byte_ids
-        self._sent: list[int] = []
+        self._sent = [] if not after or after[-1] in byte_ids else list(after[-TAIL:])
         self._pending: list[int] = []
-        self._sent_text = ""
+        self._sent_text = self._decode(self._sent) if self._sent else ""
         self._bytes_waiting = 0
 
     def push(self, token_id: int) -> str:

@@ -164,9 +164,8 @@ class RequestFlow:
     # ------------------------------------------------------------------ one piece of news
 
     async def _step(self) -> list[TokenDelta]:
-        patience = (
-            self._settings.stall_timeout_s if self.state == "DECODING" else self._settings.queue_timeout_s
-        )
+        settings = self._settings
+        patience = settings.stall_timeout_s if self.state == "DECODING" else settings.queue_timeout_s
         was = self.state.lower()
         event = await self._next_event(patience)
         if event is None:
@@ -178,7 +177,8 @@ class RequestFlow:
                 return []
             self._move("FAILED")
             raise DeadlineExceeded(
-                f"no progress for {patience:g} s while {was}; the cluster is overloaded or stuck"
+                f"no progress for {patience:g} s while {was}; the cluster is overloaded or stuck",
+                code="queue_timeout",
             )
         if isinstance(event, TokenDelta):
             if self.state == "HANDOFF" and event.attempt == self.attempt:
@@ -265,6 +265,7 @@ class RequestFlow:
             case PromptScores():
                 if not self.journal.add_scores(event):
                     await self._recover("prompt_scores_lost", "a part of the prompt's scores was lost")
+                return [one for delta in self.journal.take_held() for one in await self._accept(delta)]
             case Suspended():
                 await self._move_over(event.handle)
             case Preempted():
@@ -286,7 +287,8 @@ class RequestFlow:
     def _decoding(self) -> None:
         self._doubt_ends = None
         self._move("DECODING")
-        self._place.kv_arrived()
+        if not self.journal.lacks_scores:
+            self._place.kv_arrived()
 
     async def _accept(self, delta: TokenDelta) -> list[TokenDelta]:
         """The delta if it is the next one due. Each worker's news come in order, so a gap means that a
@@ -294,15 +296,17 @@ class RequestFlow:
         if delta.attempt != self.attempt or delta.index < len(self.journal.tokens):
             self._metrics.drop("TokenDelta", "late" if delta.attempt != self.attempt else "repeated")
             return []
+        if self.journal.lacks_scores:
+            if not (self._started and self.state == "DECODING" and self.journal.hold(delta)):
+                await self._recover("prompt_scores_lost", "the prompt's scores were lost")
+            return []
         if delta.index > len(self.journal.tokens):
             await self._probe()
-            return []
-        if self.journal.lacks_scores:
-            await self._recover("prompt_scores_lost", "the prompt's scores were lost")
             return []
         self.journal.add(delta)
         self._advanced()
         if self.state == "DECODING":
+            self._place.kv_arrived()
             self.times.decoded(delta.index, self._progress_at)
             if self._leads and self._share is not None and self._place.decoder is not None:
                 self._share.settle(self._place.decoder.worker_id)
@@ -311,8 +315,7 @@ class RequestFlow:
     # ------------------------------------------------------------------ dispatch and recovery
 
     async def _dispatch(self) -> None:
-        """Sends the job to a prefill worker; where there is none, to a decode worker that computes the prompt
-        too."""
+        """To a prefill worker; where there is none, to a decode worker that computes the prompt too."""
         self._started = False
         tokens = self.journal.all_tokens()
         single = self.journal.ends_with_next(len(self.journal.tokens))
@@ -324,8 +327,7 @@ class RequestFlow:
             self._move("PREFILLING")
 
     async def _hand_off(self, handle: KvHandle | None, tokens: list[int], beside: str | None = None) -> None:
-        """To a decode worker, to ``beside`` if it is given: ``tokens`` are those whose KV it fetches or
-        computes."""
+        """To a decode worker, or to ``beside``: ``tokens`` are those whose KV it fetches or computes."""
         self.times.hands_off()
         first_index = len(tokens) - len(self.journal.prompt)
         if handle is not None:

@@ -32,6 +32,8 @@ class Journal:
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_scores: list[TokenLogprobs] = []
         """Of the prompt's tokens from the second on."""
+        self._held: dict[tuple[int, int], TokenDelta] = {}
+        """By attempt and index: tokens that came before the scores of their prompt."""
 
     def all_tokens(self) -> list[int]:
         return self.prompt + self.tokens
@@ -57,3 +59,17 @@ class Journal:
         """Are scores of the prompt wanted that have not come?"""
         wanted = self.sampling.prompt_logprobs is not None and not self.tokens
         return wanted and len(self.prompt_scores) < len(self.prompt) - 1
+
+    def hold(self, delta: TokenDelta) -> bool:
+        """Keeps a token of D until the prompt's scores are here: P says them before D has the KV, but on
+        another socket. False where the first is said again, for which somebody must have been asked: they
+        will not come."""
+        known = self._held.setdefault((delta.attempt, delta.index), delta)
+        return known is delta or delta.index > 0
+
+    def take_held(self) -> list[TokenDelta]:
+        """What was kept, in the order in which it came; nothing as long as scores are missing."""
+        if self.lacks_scores:
+            return []
+        held, self._held = self._held, {}
+        return list(held.values())

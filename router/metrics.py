@@ -29,6 +29,12 @@ class RouterMetrics:
             ["route", "outcome"],
             registry=collector,
         )
+        self.timeouts = Counter(
+            "pagerelay_timeouts",
+            "Time limits of requests that ran out, by their error code",
+            ["limit"],
+            registry=collector,
+        )
         self.running = Gauge("pagerelay_requests_running", "Requests in the house", registry=collector)
         self.prompt_tokens = Counter(
             "pagerelay_prompt_tokens", "Tokens of accepted prompts", registry=collector

@@ -167,11 +167,15 @@ class RouterService:
             ids = [await self.off_loop(size, work)]
         else:
             encode = partial(self.tokenizer.encode, add_special_tokens=parsed.add_special_tokens)
+            several = parsed.num_prompts > 1
             ids = [
-                await self.off_loop(len(prompt), partial(encode, prompt, context_len))
+                await self.off_loop(
+                    len(prompt),
+                    partial(encode, prompt, context_len, param=f"prompt[{at}]" if several else "prompt"),
+                )
                 if isinstance(prompt, str)
                 else prompt
-                for prompt in parsed.prompts
+                for at, prompt in enumerate(parsed.prompts)
             ]
         if parsed.truncate_prompt_tokens is not None:
             ids = [prompt[-parsed.truncate_prompt_tokens :] for prompt in ids]

@@ -96,9 +96,15 @@ class Tokenizer:
 
     # -------------------------------------------------------------------------------------------- encoding
 
-    def encode(self, text: str, context_len: int | None = None, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        context_len: int | None = None,
+        add_special_tokens: bool = True,
+        param: str = "prompt",
+    ) -> list[int]:
         """Ids of a prompt text; with ``context_len``, :class:`ContextLengthExceeded` where it cannot fit."""
-        self._check_length(text, context_len)
+        self._check_length(text, context_len, param)
         return encode_ids(self._encoder, text, add_special_tokens)
 
     def encode_chat(
@@ -116,10 +122,10 @@ class Tokenizer:
         if self._control.spelled_in(given):
             given, hidden = self._control.hide(given)
             text = self.template.render(given[0], given[1], continue_final)
-            self._check_length(restore(text, hidden), context_len)
+            self._check_length(restore(text, hidden), context_len, "messages")
             return self._control.encode(text, hidden)
         text = self.template.render(given[0], given[1], continue_final)
-        self._check_length(text, context_len)
+        self._check_length(text, context_len, "messages")
         return encode_ids(self._encoder, text, add_special_tokens=False)
 
     def max_text_bytes(self, max_tokens: int) -> int:
@@ -132,7 +138,7 @@ class Tokenizer:
         """
         return max_tokens * self._longest
 
-    def _check_length(self, text: str, context_len: int | None) -> None:
+    def _check_length(self, text: str, context_len: int | None, param: str) -> None:
         if context_len is None or len(text) * 4 <= self.max_text_bytes(context_len - 1):
             return
         num_bytes = len(text.encode())
@@ -140,19 +146,23 @@ class Tokenizer:
             at_least = -(-num_bytes // self._longest)
             raise ContextLengthExceeded(
                 f"this model's maximum context length is {context_len} tokens, prompt and answer together, "
-                f"but the prompt has at least {at_least} ({num_bytes} bytes)"
+                f"but the prompt has at least {at_least} ({num_bytes} bytes)",
+                param=param,
             )
 
     # -------------------------------------------------------------------------------------------- decoding
 
-    def detokenizer(self, skip_special_tokens: bool = True, keep: Sequence[str] = ()) -> Detokenizer:
-        """A fresh incremental decoder for one choice; special tokens in ``keep`` are never skipped."""
+    def detokenizer(
+        self, skip_special_tokens: bool = True, keep: Sequence[str] = (), after: Sequence[int] = ()
+    ) -> Detokenizer:
+        """A fresh incremental decoder for one choice; special tokens in ``keep`` are never skipped. The text
+        goes on from the ids ``after``: some tokenizers drop a blank at the very beginning."""
         skip = self.special_ids if skip_special_tokens else frozenset[int]()
         if keep and skip:
             skip -= {self._encoder.token_to_id(token) for token in keep}
         if self._byte_level:
             return ByteDetokenizer(self._token_bytes, skip)
-        return WindowDetokenizer(self._decode, skip, self._byte_ids)
+        return WindowDetokenizer(self._decode, skip, self._byte_ids, after)
 
     def decode(self, ids: list[int]) -> str:
         """The text of all ids at once, special tokens as they are spelled. Other threads run meanwhile."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import taps
 from hypothesis import settings
 
 from pagerelay.common.config import DEFAULT_MODEL, Config
@@ -39,6 +41,21 @@ def smollm_dir() -> Path:
 def tiny_dir() -> Path:
     """Two seeded random layers with SmolLM2's real tokenizer; see ``pagerelay.common.model.tiny``."""
     return resolve_model(TINY_MODEL, progress=print)
+
+
+@pytest.fixture(scope="session")
+def tapped() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        taps.install(patch)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def every_stream_is_strict(tapped: None) -> Iterator[None]:
+    """Whatever client of this process has read a router's stream: it was one of events that are as they have
+    to be."""
+    yield
+    taps.check_all()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -35,6 +35,9 @@ class SampleRequest:
     """Above 0: not one token is wanted, but so many of the likeliest, with their log-probabilities."""
 
 
+SPARE = 8
+"""Alternatives looked at beyond those that are told of."""
+
 Send = Callable[[list[npt.NDArray[np.generic]]], Sequence[torch.Tensor]]
 """Takes arrays to the logits' device."""
 
@@ -150,25 +153,36 @@ def branches(
     edit(of_rows, requests, lambda arrays: [torch.from_numpy(array).to(logits.device) for array in arrays])
     found = []
     for row, request in zip(of_rows, requests, strict=True):
-        least = row.topk(min(request.branches, row.numel())).values[-1]
-        ids = ((row >= least) & row.isfinite()).nonzero()[:, 0]
-        best = row[ids].sort(descending=True, stable=True)
-        top = zip(ids[best.indices].tolist(), best.values.tolist(), strict=True)
-        pairs = tuple(top)[: request.branches]
+        pairs = _likeliest(row, request.branches)
         found.append(TokenLogprobs(pairs[0][1], pairs))
     return found
 
 
+def _likeliest(row: torch.Tensor, count: int) -> tuple[tuple[int, float], ...]:
+    """So many tokens and their log-probabilities, best first, of equal ones the lower id first."""
+    least = row.topk(min(count, row.numel())).values[-1]
+    ids = ((row >= least) & row.isfinite()).nonzero()[:, 0]
+    best = row[ids].sort(descending=True, stable=True)
+    return tuple(zip(ids[best.indices].tolist(), best.values.tolist(), strict=True))[:count]
+
+
 def told(of_rows: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """What is said of one token a row of ``scores``, with so many alternatives."""
+    """What is said of one token a row of ``scores``, with so many alternatives, of equal ones the lower id
+    first."""
     at = torch.tensor(tokens, device=of_rows.device)
     chosen: list[float] = of_rows.gather(1, at[:, None])[:, 0].tolist()
     most = max(counts)
     if most == 0:
         return [TokenLogprobs(logprob) for logprob in chosen]
-    best = of_rows.topk(most)
-    values, ids = best.values.tolist(), best.indices.tolist()
-    return [
-        TokenLogprobs(logprob, tuple(zip(row_ids[:count], row_values[:count], strict=True)))
-        for logprob, row_ids, row_values, count in zip(chosen, ids, values, counts, strict=True)
-    ]
+    # Which of equal ones topk gives depends on how many it is asked for, and so on the batch: a few more show
+    # whether those wanted have equals beyond them.
+    best = of_rows.topk(min(most + SPARE, of_rows.shape[1]))
+    said = []
+    for row, logprob, ids, values, count in zip(
+        of_rows, chosen, best.indices.tolist(), best.values.tolist(), counts, strict=True
+    ):
+        top = tuple(sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))[:count])
+        if count and values[count - 1] == values[-1]:
+            top = _likeliest(row, count)
+        said.append(TokenLogprobs(logprob, top))
+    return said

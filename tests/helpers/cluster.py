@@ -7,18 +7,21 @@ import io
 import json
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 import strict_sse
 from strict_sse import StrictStream, check_answer
 
 from pagerelay.cli.local import Child, LocalCluster
-from pagerelay.common.config import load_config
+from pagerelay.common.config import Config, load_config
 
 FREE_PORTS = {"router.port": "0", "router.workers_endpoint": "tcp://127.0.0.1:0"}
 
@@ -29,16 +32,57 @@ def running(model: Path, *, restart: bool = False, **settings: object) -> Iterat
     afterwards."""
     flags = FREE_PORTS | {"model.path": str(model), "cache.num_blocks": "512", "engine.threads": "1"}
     flags |= {name.replace("__", "."): str(value) for name, value in settings.items()}
-    launcher = LocalCluster(load_config(None, flags, {}), restart=restart, quiet=True)
-    with launcher:
-        yield Cluster(launcher)
+    with tempfile.TemporaryDirectory(prefix="pagerelay-test-") as folder:
+        launcher = LoggedCluster(load_config(None, flags, {}), Path(folder) / "log", restart=restart)
+        with launcher:
+            yield Cluster(launcher)
     assert all(child.process.poll() is not None for child in launcher.children)
+
+
+class LoggedCluster(LocalCluster):
+    """Its processes write what they log to a file; ``latest`` are the logs of those that run."""
+
+    latest: ClassVar[list[Path]] = []
+
+    def __init__(self, config: Config, log: Path, *, restart: bool) -> None:
+        super().__init__(config, restart=restart, quiet=True)
+        self.log = log
+
+    def start(self) -> None:
+        self.latest.append(self.log)
+        try:
+            super().start()
+        except BaseException:
+            sys.stderr.write(self.log.read_text())
+            raise
+
+    def stop(self) -> None:
+        super().stop()
+        if self.log in self.latest:
+            self.latest.remove(self.log)
+
+    def _popen(self, arguments: list[str]) -> tuple[subprocess.Popen[bytes], int]:
+        # They inherit the descriptor: for this moment it is the file's.
+        ours = os.dup(2)
+        with open(self.log, "ab") as file:
+            os.dup2(file.fileno(), 2)
+            try:
+                return super()._popen(arguments)
+            finally:
+                os.dup2(ours, 2)
+                os.close(ours)
 
 
 class Cluster:
     def __init__(self, launcher: LocalCluster) -> None:
         self.launcher = launcher
         self.url = launcher.url
+        self._log_read = 0
+
+    @property
+    def folder(self) -> Path:
+        """Of the model."""
+        return Path(self.launcher._config.model.path)
 
     # ------------------------------------------------------------------ processes
 
@@ -54,6 +98,13 @@ class Cluster:
         child.process.wait(10)
         os.close(child.events)
         child.process, child.events = self.launcher._popen(child.arguments)
+
+    def fresh_log(self) -> str:
+        """What its processes have logged since the last call."""
+        assert isinstance(self.launcher, LoggedCluster)
+        whole = self.launcher.log.read_bytes()
+        fresh, self._log_read = whole[self._log_read :], len(whole)
+        return fresh.decode()
 
     # ------------------------------------------------------------------ state
 

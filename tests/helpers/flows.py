@@ -22,10 +22,12 @@ from pagerelay.common.wire.messages import (
     PrefillJob,
     PrefillStarted,
     Probe,
+    PromptScores,
     SamplingParams,
     Suspend,
     Suspended,
     TokenDelta,
+    TokenLogprobs,
     Tokens,
 )
 from pagerelay.router.beam_flow import BeamFlow
@@ -194,6 +196,11 @@ class Driven:
         self.news(
             FirstToken(delta=self.delta(index, token, reason, **kw), prefill_s=0.25, num_computed_tokens=1)
         )
+
+    def scores(self) -> None:
+        """All of the prompt's."""
+        of_prompt = [TokenLogprobs(-0.5)] * (len(self.prompt) - 1)
+        self.news(PromptScores(request_id="r", attempt=self.flow.attempt, first=1, scores=of_prompt))
 
     def handed_over(
         self,

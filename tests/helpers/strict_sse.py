@@ -215,8 +215,13 @@ def num_choices(request: Event) -> int | None:
     return (request.get("n") or 1) * (len(prompt) if several else 1)
 
 
+reading: set[int] = set()
+"""aiohttp readers whose bytes go through :func:`events`."""
+
+
 async def events(response: aiohttp.ClientResponse, checked: StrictStream) -> AsyncIterator[Event]:
     """Events of a whole answer; the caller may leave before its end."""
+    reading.add(id(response.content))
     assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
     assert response.headers["Cache-Control"] == "no-cache"
     assert response.headers["X-Accel-Buffering"] == "no"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -10,9 +11,14 @@ import sys
 import time
 from pathlib import Path
 
+import aiohttp
+import aiohttp.web
 import pytest
+import taps
 from cluster import Cluster
 
+from pagerelay.bench.client import Client, Target, open_session
+from pagerelay.bench.handover import one_stream
 from pagerelay.client import LLM, InvalidRequest, SamplingParams, StartupError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -53,6 +59,46 @@ async def test_chats_of_a_running_cluster(split: Cluster) -> None:
         assert (caught.value.status, caught.value.param) == (400, "temperature")
 
 
+async def test_streams_that_our_readers_read_are_strict(split: Cluster) -> None:
+    """Those of the client and of the bench: their bytes go through the checker of all streams."""
+    model = (await split.get("/cluster"))["model"]
+    with LLM(base_url=split.url) as llm:
+        assert list(llm.stream("The licence says that", SamplingParams(n=2, max_tokens=5)))
+        assert list(llm.stream_chat([{"role": "user", "content": "hi"}], GREEDY))
+    async with open_session() as session:
+        for api in ("chat", "completions"):
+            record = await Client(Target(split.url + "/v1", model, api), session, 30).send(
+                "be brief", "hi", 5
+            )
+            assert (record.outcome, record.tokens) == ("ok", 5)
+        await one_stream(session, split.url, [5] * 40)
+    assert taps.check_all() == 5
+
+
+async def test_a_stream_that_is_not_strict_is_found(unused_tcp_port: int) -> None:
+    async def answer(request: aiohttp.web.Request) -> aiohttp.web.StreamResponse:
+        response = aiohttp.web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "X-Request-Id": "x"}
+        )
+        await response.prepare(request)
+        await response.write(b'data: {"choices": []}\n\ndata: [DONE]\n\n')
+        return response
+
+    app = aiohttp.web.Application()
+    app.router.add_post("/generate", answer)
+    runner = aiohttp.web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await aiohttp.web.TCPSite(runner, "127.0.0.1", unused_tcp_port).start()
+    try:
+        with LLM(base_url=f"http://127.0.0.1:{unused_tcp_port}") as llm:
+            read = await asyncio.to_thread(lambda: list(llm.stream("hi")))
+        assert read == []
+        with pytest.raises(ValueError, match="required"):
+            taps.check_all()
+    finally:
+        await runner.cleanup()
+
+
 async def test_a_stream_that_is_left_frees_the_cluster(split: Cluster) -> None:
     with LLM(base_url=split.url) as llm:
         for _ in llm.stream("The licence says that", SamplingParams(max_tokens=2000, ignore_eos=True)):
@@ -65,6 +111,8 @@ async def test_a_stream_that_is_left_frees_the_cluster(split: Cluster) -> None:
 OWN = """
 import json, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
+from pagerelay.bench.client import Client, Target, open_session
+from pagerelay.bench.handover import one_stream
 from pagerelay.client import LLM, SamplingParams
 llm = LLM(sys.argv[1], settings={"engine.threads": 1, "cache.num_blocks": 128, "cluster.colocated": 1})
 ids = llm.generate("hi", SamplingParams(max_tokens=3, temperature=0))[0].outputs[0].token_ids

@@ -1,11 +1,9 @@
-"""Every way of choosing tokens, across the split: what one worker alone says, what transformers says, and
-what an answer says that has lost its decode worker on the way."""
+"""Every way of choosing tokens, across the split: what one worker alone says, and what transformers says.
+Beside all else: test_pairs.py; after a loss: test_recovered.py."""
 
 from __future__ import annotations
 
 import itertools
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,48 +11,18 @@ from typing import Any
 import pytest
 import torch
 from cluster import Cluster, running
+from features import SAMPLING, TOKENS, together
 from reference import prompts
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-TOKENS = 12
-# 260 and 1000 are likely for the tiny model after these prompts, so that forbidding or lifting them tells.
-FEATURES: dict[str, dict[str, Any]] = {
-    "presence": {"presence_penalty": 1.5},
-    "frequency": {"frequency_penalty": -1.2},
-    "repetition": {"repetition_penalty": 1.7},
-    "bias": {"logit_bias": {"260": 1.5, "1000": -100.0, "7": 0.75}},
-    "bad words": {"bad_words": ["the", "a long one", "\n"]},
-    "allowed": {"allowed_token_ids": list(range(200, 1500))},
-    "least": {"min_tokens": TOKENS, "ignore_eos": False},
-    "seeded": {"temperature": 0.8, "seed": 11},
-    "filters": {"temperature": 1.3, "seed": 5, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
-    "logprobs": {"logprobs": 5},
-    "prompt logprobs": {"prompt_logprobs": 2},
-    "n": {"n": 3},
-    "best": {"n": 2, "best_of": 4, "temperature": 0.9, "seed": 3},
-}
-PAIRS = [dict(pair) for pair in itertools.combinations(FEATURES.items(), 2)]
-
-
-@pytest.fixture(scope="module")
-def colocated(tiny_dir: Path) -> Iterator[Cluster]:
-    with running(tiny_dir, cluster__prefill=0, cluster__decode=0, cluster__colocated=1) as cluster:
-        yield cluster
+PAIRS = list(itertools.combinations(SAMPLING, 2))
 
 
 @pytest.fixture(scope="module")
 def split_tcp(tiny_dir: Path) -> Iterator[Cluster]:
     with running(tiny_dir, worker__transport="tcp") as cluster:
         yield cluster
-
-
-def together(fields: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    for one in fields.values():
-        merged |= one
-    if "n" in merged and merged.get("best_of", merged["n"]) < merged["n"]:
-        merged["best_of"] = merged["n"]
-    return merged
 
 
 async def said(cluster: Cluster, prompt: list[int], fields: dict[str, Any]) -> list[dict[str, Any]]:
@@ -70,12 +38,12 @@ async def test_each_feature_and_each_pair_says_the_same_on_both_sides_of_the_spl
     seen = set()
     # All pairs once, spread over the lengths; each feature alone at each of them.
     spread = PAIRS[[1, 16, 37].index(length) :: 3]
-    for fields in [{name: one} for name, one in FEATURES.items()] + spread:
-        body = together(fields)
+    for names in [(name,) for name in SAMPLING] + spread:
+        body = together(*names)
         alone = await said(colocated, prompt, body)
-        assert await said(split, prompt, body) == alone, fields
-        if len(fields) == 1:
-            assert await said(split_tcp, prompt, body) == alone, fields
+        assert await said(split, prompt, body) == alone, names
+        if len(names) == 1:
+            assert await said(split_tcp, prompt, body) == alone, names
         seen.add(str(alone[0]["token_ids"]))
     assert len(seen) > 6  # the features do something
     for cluster in (split, split_tcp, colocated):
@@ -96,24 +64,27 @@ OF_TRANSFORMERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+def generated(model: Any, prompt: list[int], **settings: Any) -> list[int]:
+    """The greedy answer of transformers; without an id that ends it unless the settings name one."""
+    out = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=TOKENS,
+        pad_token_id=0,
+        **{"eos_token_id": model.config.vocab_size} | settings,
+    )
+    ids: list[int] = out[0, len(prompt) :].tolist()
+    return ids
+
+
 @pytest.mark.parametrize("name", OF_TRANSFORMERS)
 async def test_ids_and_logprobs_are_those_of_transformers(split: Cluster, tiny_dir: Path, name: str) -> None:
     ours, theirs = OF_TRANSFORMERS[name]
     model = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32).eval()
     for prompt in prompts(tiny_dir, 5, longest=60):
         (choice,) = await said(split, prompt, ours | {"logprobs": 3, "prompt_logprobs": 3})
-        out = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            do_sample=False,
-            max_new_tokens=TOKENS,
-            eos_token_id=model.config.vocab_size,
-            pad_token_id=0,
-            output_logits=True,
-            return_dict_in_generate=True,
-            **theirs,
-        )
-        assert choice["token_ids"] == out.sequences[0, len(prompt) :].tolist()
+        assert choice["token_ids"] == generated(model, prompt, **theirs)
         whole = torch.tensor([prompt + choice["token_ids"]])
         with torch.inference_mode():
             table = model(whole).logits[0].double().log_softmax(-1)
@@ -127,6 +98,38 @@ async def test_ids_and_logprobs_are_those_of_transformers(split: Cluster, tiny_d
             assert [top["logprob"] for top in one["top"]] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
+async def test_ends_and_bans_are_those_of_transformers(split: Cluster, tiny_dir: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32).eval()
+    tokenizer = Tokenizer.from_file(str(tiny_dir / "tokenizer.json"))
+    for prompt in prompts(tiny_dir, 5, longest=60):
+        plain = await split.ids(prompt, TOKENS)
+        stops = [plain[8], plain[3]]
+        words = [tokenizer.decode(plain[2:3]), tokenizer.decode(plain[5:7])]
+        bad = [
+            tokenizer.encode(before + word.lstrip(), add_special_tokens=False).ids
+            for word in words
+            for before in ("", " ")
+        ]
+        ways: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            ({"stop_token_ids": stops}, {"eos_token_id": stops}),
+            ({"stop_token_ids": stops, "min_tokens": 6}, {"eos_token_id": stops, "min_new_tokens": 6}),
+            ({"bad_words": words}, {"bad_words_ids": bad}),
+            (
+                {"bad_words": words, "stop_token_ids": stops, "min_tokens": 5, "repetition_penalty": 1.3},
+                {"bad_words_ids": bad, "eos_token_id": stops, "min_new_tokens": 5, "repetition_penalty": 1.3},
+            ),
+        ]
+        answers = []
+        for ours, theirs in ways:
+            (choice,) = await said(split, prompt, ours)
+            assert choice["token_ids"] == generated(model, prompt, **theirs), (ours, len(prompt))
+            answers.append(choice)
+        assert answers[0]["finish_reason"] == "stop"
+        assert len(answers[0]["token_ids"]) <= 4
+        assert len(answers[1]["token_ids"]) > 6
+        assert answers[2]["token_ids"][:3] != plain[:3]
+
+
 async def test_a_token_that_is_forbidden_never_comes(split: Cluster) -> None:
     prompt = [5, 6, 7]
     plain = await split.ids(prompt, TOKENS)
@@ -136,36 +139,6 @@ async def test_a_token_that_is_forbidden_never_comes(split: Cluster) -> None:
     assert set(choice["token_ids"]) <= {8, 9}
     (choice,) = await said(split, prompt, {"allowed_token_ids": [9], "presence_penalty": 2})
     assert choice["token_ids"] == [9] * TOKENS
-
-
-FAILOVER: dict[str, Any] = {
-    "temperature": 0.9,
-    "seed": 21,
-    "presence_penalty": 0.7,
-    "repetition_penalty": 1.2,
-    "logit_bias": {"260": 1.0},
-    "logprobs": 2,
-}
-
-
-async def test_an_answer_that_loses_its_decode_worker_goes_on_with_all_it_has_chosen(tiny_dir: Path) -> None:
-    with running(tiny_dir, cluster__decode=2) as cluster:
-        prompt, tokens = list(range(40, 75)), 60
-        undisturbed = (await cluster.generate(prompt, tokens, **FAILOVER))["choices"][0]
-        ids: list[int] = []
-        told: list[Any] = []
-        killed = 0
-        async for event in cluster.stream(prompt, tokens, **FAILOVER):
-            assert "error" not in event, event
-            for choice in event["choices"]:
-                ids += choice["token_ids"]
-                told += choice["logprobs"]
-            if len(ids) >= 10 and not killed:
-                (killed,) = [w["pid"] for w in await cluster.workers("decode") if w["requests"]]
-                os.kill(killed, signal.SIGKILL)
-        assert ids == undisturbed["token_ids"]
-        assert told == undisturbed["logprobs"]
-        assert await cluster.metric("pagerelay_recoveries_total") >= 1
 
 
 @pytest.mark.parametrize("length", [15, 16, 33, 512])

@@ -18,6 +18,7 @@ from transformers.generation.logits_process import (
 )
 
 from pagerelay.common.model import sampler
+from pagerelay.common.model.logits import told
 from pagerelay.common.model.sampler import SampleRequest, sample, uniform
 from pagerelay.common.wire.messages import SamplingParams
 
@@ -212,3 +213,13 @@ def test_the_most_that_may_be_asked_for_leaves_a_token(
         for token in sample(logits, [request, request]):
             assert 0 < token < 40
             assert token not in (2, 7)
+
+
+def test_of_equal_alternatives_the_lower_ids_are_told_of_whatever_else_is_in_the_step() -> None:
+    table = torch.randint(0, 40, (2, 5000), generator=torch.Generator().manual_seed(4)).double()
+    ranked = [sorted(enumerate(row), key=lambda pair: (-pair[1], pair[0])) for row in table.tolist()]
+    for counts in ([3, 3], [0, 20], [20, 1], [7, 2]):
+        for row, (one, count) in enumerate(zip(told(table, [9, 9], counts), counts, strict=True)):
+            assert (one.logprob, one.top) == (float(table[row, 9]), tuple(ranked[row][:count]))
+    few = torch.tensor([[0.5, 2.0, 0.5, 2.0]], dtype=torch.float64)
+    assert told(few, [0], [3])[0].top == ((1, 2.0), (3, 2.0), (0, 0.5))

@@ -119,6 +119,26 @@ def test_byte_fallback_keeps_characters_whole(fallback: Tokenizer) -> None:
     assert "🦜" in got
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(st.sampled_from("ab c é"), min_size=1, max_size=24), at=st.integers(1, 24))
+def test_an_answer_goes_on_from_its_prompt(
+    fallback: Tokenizer, fallback_backend: Backend, text: str, at: int
+) -> None:
+    ids = fallback.encode(text)
+    prompt, answer = ids[:at], ids[at:]
+    got = "".join(pieces(fallback.detokenizer(after=prompt), answer))
+    assert fallback_backend.decode(prompt) + got == fallback_backend.decode(ids)
+
+
+def test_the_first_blank_of_an_answer_is_kept(fallback: Tokenizer) -> None:
+    blank_a = fallback.encode("b a")[-1]
+    assert pieces(fallback.detokenizer(), [blank_a])[0] == "a"
+    assert pieces(fallback.detokenizer(after=fallback.encode("b")), [blank_a])[0] == " a"
+    # A prompt that ends within a character has no text to go on from.
+    byte = fallback.encode("日")[-1]
+    assert pieces(fallback.detokenizer(after=[byte]), [blank_a])[0] == "a"
+
+
 def test_byte_fallback_never_waits_for_ever(fallback: Tokenizer) -> None:
     broken = fallback._encoder.token_to_id("<0x80>")
     got = pieces(fallback.detokenizer(), [broken] * 200)

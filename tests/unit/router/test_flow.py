@@ -27,9 +27,11 @@ from pagerelay.router.journal import MAX_PREEMPTIONS
 PROMPT = [5, 6, 7]
 
 
-async def started(house: House, max_tokens: int = 8, **settings: Any) -> Driven:
+async def started(
+    house: House, max_tokens: int = 8, prompt_logprobs: int | None = None, **settings: Any
+) -> Driven:
     """A flow whose job is with the prefill worker (or, without one, with the decode worker)."""
-    driven = house.flow(PROMPT, greedy(max_tokens), **settings)
+    driven = house.flow(PROMPT, greedy(max_tokens, prompt_logprobs=prompt_logprobs), **settings)
     await driven.flow.start()
     return driven
 
@@ -659,6 +661,53 @@ async def test_a_gap_is_asked_about_again_while_tokens_come_ahead_of_it() -> Non
     assert len(sent) > 1
     assert all(one == ("d1", Probe(request_id="r", attempt=1, next_index=2)) for one in sent)
     assert driven.flow.recoveries == 0
+
+
+async def test_the_prompts_scores_may_come_after_the_decode_workers_tokens() -> None:
+    """They are P's to say, and no socket waits for another."""
+    house = House("p1", "d1")
+    driven = await handing_off(house, prompt_logprobs=0)
+    driven.handed_over(0, 11)
+    driven.token(1, 12)
+    driven.token(1, 12)
+    await settle(driven)
+    assert driven.flow.journal.tokens == []
+    assert list(house.entry("p1").bound) == ["r"], "it still has something to say"
+    driven.scores()
+    driven.first(0, 11)
+    driven.token(2, 13)
+    assert await driven.flow.next() == ([11, 12, 13], None)
+    assert list(house.entry("p1").bound) == []
+    assert driven.flow.recoveries == 0
+
+
+@pytest.mark.parametrize(
+    "how", ["P goes on", "P goes on late", "P is lost", "D says it again", "D computed them"]
+)
+async def test_scores_that_were_lost_are_computed_again(how: str) -> None:
+    local = how == "D computed them"
+    house = House("d1") if local else House("p1", "d1")
+    driven = await (started if local else handing_off)(house, prompt_logprobs=0)
+    if how != "P goes on":
+        driven.handed_over(0, 11, transport="local" if local else "shm")
+    if how == "P is lost":
+        await settle(driven)
+        house.lose("p1")
+        house.join("p1")
+    elif how == "D says it again":
+        driven.token(1, 12)
+        driven.token(0, 11)
+    elif not local:
+        driven.first(0, 11)
+    await settle(driven)
+    assert (driven.flow.recoveries, driven.flow.attempt) == (1, 2)
+    driven.scores()
+    if local:
+        driven.handed_over(0, 11, transport="local")
+    else:
+        driven.started()
+        driven.first(0, 11)
+    assert await driven.flow.next() == ([11], None)
 
 
 @pytest.mark.parametrize("state", ["PREFILLING", "HANDOFF", "DECODING"])
