@@ -1,16 +1,18 @@
 """Requests to a router: JSON, server-sent events, typed errors, and a bounded number of retries.
 
-A request is sent again only after a 429 or 503 with ``Retry-After``: nothing of it has run then. Everything
-else is the caller's to decide.
+A request is sent again only where nothing of it has run: after a 429 or 503 with ``Retry-After``, and when
+the connection is refused by a server that has answered before, which is being restarted. Everything else, and
+an answer that breaks off above all, is the caller's to decide.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 
 import aiohttp
@@ -20,6 +22,8 @@ from pagerelay.client.errors import ApiError, ConnectionLost, IncompleteAnswer, 
 CONNECT_TIMEOUT_S = 10.0
 LONGEST_WAIT_S = 60.0
 """A server that asks for a longer pause than this is not asked again."""
+FIRST_PAUSE_S = 0.1
+"""Before a server that refuses connections is tried again; twice as long each time."""
 END_S = 2.0
 """How long the end of a finished stream is waited for."""
 MAX_EVENT_BYTES = 16 * 1024 * 1024
@@ -32,6 +36,8 @@ class Connection:
         self._base_url = base_url
         self._max_retries = max_retries
         self._timeout_s = timeout_s
+        self._answered = False
+        """Has there been a server at the address?"""
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._session = aiohttp.ClientSession(
             headers=headers,
@@ -55,7 +61,7 @@ class Connection:
                 )
             return answer
 
-    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
         """The events of a streamed answer up to ``[DONE]``. Raises as :meth:`json`; an event with an error is
         raised too, and so is an end without ``[DONE]``."""
         async with self._answer("POST", path, {**body, "stream": True}) as response:
@@ -81,10 +87,10 @@ class Connection:
         self, method: str, path: str, body: Mapping[str, Any] | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """An answer with status 200, its body still to be read."""
-        retries = 0
-        while True:
+        for retries in itertools.count():
             try:
                 async with self._session.request(method, self._base_url + path, json=body) as response:
+                    self._answered = True
                     if response.status == 200:
                         yield response
                         return
@@ -95,9 +101,13 @@ class Connection:
                     f"or gave no whole answer within {self._timeout_s:g} s"
                 ) from late
             except aiohttp.ClientConnectorError as refused:
-                raise ConnectionLost(
-                    f"no server answers at {self._base_url}: {_reason(refused)}"
-                ) from refused
+                restarting = self._answered and isinstance(refused.os_error, ConnectionRefusedError)
+                if not restarting or retries == self._max_retries:
+                    raise ConnectionLost(
+                        f"no server answers at {self._base_url}: {_reason(refused)}"
+                    ) from refused
+                await asyncio.sleep(FIRST_PAUSE_S * 2**retries)
+                continue
             except aiohttp.InvalidURL as wrong:
                 raise ConnectionLost(f"{self._base_url} is no http address") from wrong
             except aiohttp.ClientPayloadError as broken:
@@ -111,7 +121,6 @@ class Connection:
                 raise error
             if retries == self._max_retries:
                 raise error
-            retries += 1
             await asyncio.sleep(pause)
 
 

@@ -10,11 +10,12 @@ under way; the server sees a client that has left.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 from pagerelay.client.errors import ConnectionLost, IncompleteAnswer
@@ -55,7 +56,8 @@ class LLM:
         base_url: of a running router, with or without ``/v1``; without it a local cluster is started
         api_key: for a running router; a local cluster makes its own
         settings: of a local cluster, as ``{"cluster.decode": 2, "engine.threads": 1}``
-        max_retries: how often a request is sent again after 429 or 503 with ``Retry-After``
+        max_retries: how often a request is sent again after 429 or 503 with ``Retry-After``, or when a server
+            that has answered before refuses the connection
         timeout_s: longest duration of one request, from asking to its last byte
 
         Raises :class:`StartupError` if the local cluster does not start.
@@ -181,7 +183,7 @@ class LLM:
 class _Stream:
     """Events that one task reads ahead, so that a caller who is interrupted leaves no half-read answer."""
 
-    def __init__(self, events: AsyncIterator[dict[str, Any]]) -> None:
+    def __init__(self, events: AsyncGenerator[dict[str, Any]]) -> None:
         self._events = events
         self._ahead: asyncio.Queue[dict[str, Any] | Exception | None] = asyncio.Queue(READ_AHEAD)
         self._task: asyncio.Task[None] | None = None
@@ -197,8 +199,10 @@ class _Stream:
 
     async def _read(self) -> None:
         try:
-            async for event in self._events:
-                await self._ahead.put(event)
+            # Closed here whatever happens: the loop's end would close it and what it stands on in any order.
+            async with contextlib.aclosing(self._events) as events:
+                async for event in events:
+                    await self._ahead.put(event)
         except Exception as error:
             await self._ahead.put(error)  # raised where the event was asked for
         else:

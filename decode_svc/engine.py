@@ -30,13 +30,11 @@ from pagerelay.common.engine.leasing import Leasing, LeasingEngine
 from pagerelay.common.engine.parts import EngineLimits
 from pagerelay.common.engine.scheduler import by_age
 from pagerelay.common.engine.sequence import Sequence
-from pagerelay.common.kv.checksum import block_sum
 from pagerelay.common.kv.pool import KvPool
 from pagerelay.common.model.runner import ModelFacts, ModelRunner
 from pagerelay.common.states import DECODE, Machine
 from pagerelay.common.wire.messages import (
     DecodeJob,
-    Fetch,
     FinishReason,
     HandedOver,
     HandoverPhases,
@@ -256,24 +254,13 @@ class DecodeEngine(LeasingEngine):
         if not search.computed(seq):
             return
         going = search.choose()
-        self._outbox.to_router.append((seq.owner, search.news(ended=not going)))
+        seq.beams = search.news(ended=not going)
+        self._outbox.to_router.append((seq.owner, seq.beams))
         if going:
             search.branch(going, self.scheduler, self.blocks)
         else:
             self._end(seq, "FINISHED")
-
-    def fetch(self, peer: bytes, message: Fetch, now: float) -> None:
-        self._make_sums(message.lease)
-        super().fetch(peer, message, now)
-
-    def _make_sums(self, lease_id: int) -> None:
-        """Checksums of all blocks of a lease. The lease keeps them as they are; should it end meanwhile,
-        nothing is announced."""
-        with self.lock:
-            lease = self.leases.get(lease_id)
-            ids = list(lease.seq.block_ids) if lease is not None else []
-        if self._summed is not None:
-            self._sums.update({block: block_sum(self._summed[block]) for block in ids})
+            self._keep_answer(seq)
 
     def suspend(self, request_id: str, attempt: int) -> None:
         """Stops decoding and keeps the KV for another decode worker, who samples the next token. Said
@@ -306,15 +293,17 @@ class DecodeEngine(LeasingEngine):
         """The last token's KV is not computed: the lease covers those before it."""
         seq.machine.move("LEASED")
         lease = self._open_lease(seq, seq.num_computed)
+        lease.summed = False
         self.scheduler.trim(seq, seq.num_computed)
         self._complete_lease(lease, seq.token_ids[-1])
 
     def _repeat(self, seq: Sequence, next_index: int) -> None:
         """Those of its tokens that are not on their way already with the step's own message."""
         search = self._searches.get(seq.request_id)
-        if search is not None:
-            if search.num_tokens:
-                self._outbox.to_router.append((seq.owner, search.news()))
+        beams = seq.beams if search is None else search.news()
+        if beams is not None:
+            if beams.num_tokens:
+                self._outbox.to_router.append((seq.owner, beams))
             return
         first = max(next_index, seq.first_index)
         tokens = seq.token_ids[seq.num_given + first - seq.first_index :]

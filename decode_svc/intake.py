@@ -16,10 +16,12 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import numpy as np
 
+from pagerelay.common.aside import run_aside
 from pagerelay.common.errors import ConfigError, TransferError
 from pagerelay.common.kv.checksum import wrong_blocks
 from pagerelay.common.kv.pool import KvPool
@@ -160,7 +162,7 @@ async def fetch_prompt(
                 # Only of pools in the host's memory: see LeasingEngine.
                 if checksums and message.sums and isinstance(pool.blocks, np.ndarray):
                     sums = [message.sums[at] for at in due]
-                    wrong = await asyncio.to_thread(wrong_blocks, pool.blocks, targets, sums)
+                    wrong = await run_aside(partial(wrong_blocks, pool.blocks, targets, sums))
                     corrupt = [sources[at] for at in wrong]
                     if corrupt:
                         raise CorruptBlocks(corrupt)

@@ -7,8 +7,7 @@ worker begins anew elsewhere, and finds the same.
 
 from __future__ import annotations
 
-from pagerelay.common.errors import InvalidRequest
-from pagerelay.common.wire.messages import Beams, Failed, Hypothesis, TokenDelta
+from pagerelay.common.wire.messages import Beams, Hypothesis, TokenDelta
 from pagerelay.router.flow import RequestFlow
 from pagerelay.router.links import RequestNews
 
@@ -32,10 +31,6 @@ class BeamFlow(RequestFlow):
                 self._advanced()
             self._newest = event
             return []
-        if isinstance(event, Failed) and event.code == "too_wide":
-            self._move("FAILED")
-            text = f"{event.message}; ask for fewer beams or a smaller max_tokens"
-            raise InvalidRequest(text, param="num_beams")
         return await super()._on_news(event)
 
     async def _accept(self, delta: TokenDelta) -> list[TokenDelta]:

@@ -23,7 +23,7 @@ import logging
 from collections.abc import Callable
 from typing import NoReturn
 
-from pagerelay.common.errors import ApiError, DeadlineExceeded, InvalidRequest, Unavailable, WorkerLost
+from pagerelay.common.errors import ApiError, DeadlineExceeded, Unavailable, WorkerLost
 from pagerelay.common.states import ROUTER, Machine
 from pagerelay.common.wire.messages import (
     Failed,
@@ -39,6 +39,7 @@ from pagerelay.common.wire.messages import (
     TokenDelta,
     Tokens,
 )
+from pagerelay.router.failure import error_of
 from pagerelay.router.inbox import Event, Inbox, LeaveDecoder, Lost, News
 from pagerelay.router.journal import MAX_PREEMPTIONS, Journal
 from pagerelay.router.journal import FlowSettings as FlowSettings
@@ -176,10 +177,8 @@ class RequestFlow:
                 await self._recover("stall", f"the decode worker was silent for {patience:g} s")
                 return []
             self._move("FAILED")
-            raise DeadlineExceeded(
-                f"no progress for {patience:g} s while {was}; the cluster is overloaded or stuck",
-                code="queue_timeout",
-            )
+            text = f"no progress for {patience:g} s while {was}; the cluster is overloaded or stuck"
+            raise DeadlineExceeded(text, code="queue_timeout")
         if isinstance(event, TokenDelta):
             if self.state == "HANDOFF" and event.attempt == self.attempt:
                 self._decoding()  # its HandedOver was lost
@@ -198,7 +197,7 @@ class RequestFlow:
             if message.code == "forgotten":
                 await self._doubt()  # it also forgets what was confirmed to it
             else:
-                await self._recover(message.code, message.message)
+                await self._failed(message)
             return []
         attempt = message.delta.attempt if isinstance(message, FirstToken) else message.attempt
         if attempt != self.attempt:
@@ -272,17 +271,16 @@ class RequestFlow:
                 self._preemptions += 1
                 await self._recover("preempted", "the decode workers have too little memory for this request")
             case Failed():
-                if not event.retryable:
-                    self._move("FAILED")
-                    if event.code == "too_long":
-                        raise InvalidRequest(event.message, code="context_length_exceeded")
-                    if event.code == "grammar_failed":
-                        raise InvalidRequest(event.message, code=event.code)
-                    raise Unavailable(event.message, code=event.code)
-                await self._recover(event.code, event.message)
+                await self._failed(event)
             case _:
                 self._metrics.drop(type(event).__name__, "refused")  # Beams: there is no search
         return []
+
+    async def _failed(self, news: Failed) -> None:
+        if not news.retryable:
+            self._move("FAILED")
+            raise error_of(news)
+        await self._recover(news.code, news.message)
 
     def _decoding(self) -> None:
         self._doubt_ends = None

@@ -87,12 +87,20 @@ class _Connection(RequestHandler):
         response.force_close()
         return response
 
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        """A body that is not as its headers say, found when nobody reads it any more, is no fault of ours."""
+        if isinstance(kw.get("exc_info"), web.RequestPayloadError):
+            self.log_debug("the rest of a body was malformed")
+        else:
+            super().log_exception(*args, **kw)
+
 
 class _Server(web.Server):
     metrics: RouterMetrics
 
     def __call__(self) -> RequestHandler:
-        made = _Connection(self, loop=asyncio.get_running_loop(), **NO_ACCESS_LOG)
+        # Compressed bodies are refused: nothing is unpacked to find that out.
+        made = _Connection(self, loop=asyncio.get_running_loop(), auto_decompress=False, **NO_ACCESS_LOG)
         made.metrics = self.metrics
         return made
 

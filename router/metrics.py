@@ -210,6 +210,7 @@ def _counters(total: Counters) -> Iterator[Metric]:
             total.corrupt_blocks,
             "Fetched KV blocks that did not match their checksum",
         ),
+        ("pagerelay_bad_logits", total.bad_logits, "Sequences failed for NaN or infinity in their logits"),
         ("pagerelay_ledger_faults", total.ledger_faults, "Block ledgers found broken; always 0"),
         ("pagerelay_leases_expired", total.leases_expired, "Leases that ran out"),
         ("pagerelay_copied_blocks", total.copied_blocks, "Blocks copied before a beam wrote to a shared one"),

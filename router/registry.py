@@ -24,6 +24,7 @@ from pagerelay.common.wire.messages import (
     Role,
     Welcome,
 )
+from pagerelay.router.labels import labelled
 from pagerelay.router.policy import WorkerView
 
 log = logging.getLogger(__name__)
@@ -142,7 +143,7 @@ class WorkerRegistry:
         )
 
     def heard(self, entry: WorkerEntry, message: Heartbeat) -> None:
-        entry.load, entry.counters = message.load, message.counters
+        entry.load, entry.counters = message.load, labelled(message.counters)
         was, entry.stuck = entry.stuck, entry.load.busy_for_s > self._stuck_s
         if entry.stuck and not was:
             text = "%s is stuck: its step has run for %.0f s; %d requests are bound to it"

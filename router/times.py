@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pagerelay.common.wire.messages import FirstToken, HandedOver, PrefillStarted
+from pagerelay.router.labels import transport_label
 from pagerelay.router.metrics import RouterMetrics
 
 
@@ -37,12 +38,13 @@ class FlowTimes:
             self._metrics.recomputed_tokens.inc(event.num_computed_tokens)
             return
         self.handover_s = event.handover_s
-        self._metrics.handover.labels(transport=event.transport).observe(event.handover_s)
+        transport = transport_label(event.transport)
+        self._metrics.handover.labels(transport=transport).observe(event.handover_s)
         if event.phases is not None:
             for name in event.phases.__struct_fields__:
                 self._phase(name.removesuffix("_s"), getattr(event.phases, name))
         self._step_due = now, event.first.index
-        self._metrics.handover_bytes.labels(transport=event.transport).inc(event.num_bytes)
+        self._metrics.handover_bytes.labels(transport=transport).inc(event.num_bytes)
 
     def decoded(self, index: int, now: float) -> None:
         """The decode worker brought the token at ``index``."""

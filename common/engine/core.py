@@ -19,7 +19,7 @@ from pagerelay.common.engine.flight import Flight, Launcher, in_flight
 from pagerelay.common.engine.parts import EngineLimits, Outbox, StepStats
 from pagerelay.common.engine.scheduler import Scheduler
 from pagerelay.common.engine.sequence import Sequence
-from pagerelay.common.engine.wishes import Wish, constrain, wish_of
+from pagerelay.common.engine.wishes import BAD_LOGITS, Wish, constrain, wish_of
 from pagerelay.common.grammar import Grammars
 from pagerelay.common.hashing import PrefixHasher
 from pagerelay.common.kv.blocks import BlockPool, Holder, PrefixCache
@@ -27,17 +27,12 @@ from pagerelay.common.kv.pool import KvPool
 from pagerelay.common.model.runner import ModelFacts, ModelRunner
 from pagerelay.common.states import Machine
 from pagerelay.common.wire.account import BlockCounts
-from pagerelay.common.wire.messages import (
-    DecodeJob,
-    Failed,
-    PrefillJob,
-    PromptScores,
-)
+from pagerelay.common.wire.messages import DecodeJob, Failed, PrefillJob, PromptScores
 
 NUM_REMEMBERED = 4096
 """Requests and leases of the past that are remembered."""
 NUM_FINISHED, MAX_TOLD = 256, 20_000
-"""Answers of the past that are remembered with all their tokens, and log-probabilities of theirs."""
+"""Answers of the past that are remembered with all their tokens, and what is told of these."""
 
 
 def _nothing() -> None:
@@ -171,7 +166,11 @@ class EngineCore(ABC):
                 self._give_back(seq)
             return 0
         if wish.failure is not None:
-            self._fail(seq, "grammar_failed", wish.failure, retryable=False)
+            if wish.failure is BAD_LOGITS:
+                self.stats.bad_logits += 1
+                for block in seq.block_ids:
+                    self.blocks.forget(block)  # should the fault lie in its KV, nobody else shall have it
+            self._fail(seq, *wish.failure, retryable=False)
             return 0
         if wish.scores:
             scores = PromptScores(
@@ -337,9 +336,9 @@ class EngineCore(ABC):
         seq.drafter = seq.matcher = seq.compiling = seq.distinct_prompt = None
         seq.keys = []
         self._finished[seq.request_id] = seq
-        self._num_told += len(seq.logprobs)
+        self._num_told += seq.num_told
         while len(self._finished) > NUM_FINISHED or (self._num_told > MAX_TOLD and len(self._finished) > 1):
-            self._num_told -= len(self._finished.popitem(last=False)[1].logprobs)
+            self._num_told -= self._finished.popitem(last=False)[1].num_told
 
     def _remember(self, request_id: str, attempt: int) -> None:
         self._past[request_id] = attempt

@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from pagerelay.common.engine.sequence import Sequence
-from pagerelay.common.engine.wishes import Wish, answer
+from pagerelay.common.engine.wishes import BAD_LOGITS, Wish, answer
 from pagerelay.common.kv.pool import KvPool
 from pagerelay.common.model.batch import Batch, Row, build_batch
 from pagerelay.common.model.device_sampler import Chosen, DeviceSampler, sampler_for
 from pagerelay.common.model.runner import ModelRunner
+from pagerelay.common.model.sampler import BAD
 
 
 @dataclass(slots=True)
@@ -93,6 +94,9 @@ class Launcher:
             tokens = iter(flight.chosen.read())
             for wish in flight.wishes:
                 wish.tokens = [next(tokens) for _ in wish.requests]
+        for wish in flight.wishes:
+            if wish.tokens[:1] == [BAD]:
+                wish.failure = wish.failure or BAD_LOGITS
 
 
 def in_flight(flights: list[Flight]) -> list[Sequence]:

@@ -25,6 +25,7 @@ from msgspec.structs import replace
 from pagerelay.common.engine.core import NUM_REMEMBERED, EngineCore
 from pagerelay.common.engine.parts import EngineLimits
 from pagerelay.common.engine.sequence import Sequence
+from pagerelay.common.kv.checksum import block_sum
 from pagerelay.common.kv.memory import Bytes
 from pagerelay.common.kv.pool import KvPool
 from pagerelay.common.model.runner import ModelFacts, ModelRunner
@@ -57,6 +58,8 @@ class Lease:
     first_token: int | None = None
     """The token sampled after ``handle.num_tokens``; ``None`` until the KV is complete."""
     deadline: float | None = None
+    summed: bool = True
+    """Are there checksums of its blocks? See :meth:`LeasingEngine.make_sums`."""
 
 
 class LeasingEngine(EngineCore):
@@ -86,8 +89,28 @@ class LeasingEngine(EngineCore):
 
     # ------------------------------------------------------------------ from the workers that fetch
 
+    def owes_sums(self, lease_id: int) -> bool:
+        """Would :meth:`fetch` have to :meth:`make_sums` first?"""
+        with self.lock:
+            lease = self.leases.get(lease_id)
+            return lease is not None and not lease.summed
+
+    def make_sums(self, lease_id: int) -> None:
+        """Checksums of a lease whose KV was computed without, on any thread: tens of ms for a long prompt.
+        The lease keeps the blocks as they are; should it end meanwhile, nothing is announced."""
+        with self.lock:
+            lease = self.leases.get(lease_id)
+            if lease is None or lease.summed:
+                return
+            ids = list(lease.seq.block_ids)
+        sums = {block: block_sum(self._summed[block]) for block in ids} if self._summed is not None else {}
+        with self.lock:
+            self._sums.update(sums)
+            lease.summed = True
+
     def fetch(self, peer: bytes, message: Fetch, now: float) -> None:
         """A worker begins to fetch; tells it all that is ready. Repeated, it changes nothing."""
+        self.make_sums(message.lease)
         with self.lock:
             if message.incarnation != self._leasing.incarnation:
                 self.on_dropped("Fetch", "stale")

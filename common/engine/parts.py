@@ -32,6 +32,8 @@ class StepStats:
     drafted: int = 0
     accepted: int = 0
     """Guessed tokens, and those of them that were kept."""
+    bad_logits: int = 0
+    """Sequences that it failed because their logits held NaN or infinity."""
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from pagerelay.common.grammar import Matcher
 from pagerelay.common.kv.blocks import Holder
 from pagerelay.common.model.logits import SampleRequest
 from pagerelay.common.states import Machine
+from pagerelay.common.wire.messages import Beams
 from pagerelay.common.wire.sampling import FinishReason, SamplingParams, TokenLogprobs, named_tokens
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Sequence:
 
     __slots__ = (
         "attempt",
+        "beams",
         "block_ids",
         "compiling",
         "copied_block",
@@ -102,6 +104,8 @@ class Sequence:
         self.copied_block: int | None = None
         """A block that others write to as well: the next step copies it into the one that has come in its
         place."""
+        self.beams: Beams | None = None
+        """The last word of the search that it was one of."""
         self.width = 1
         """Sequences that it is, or will soon become."""
         self.queued = 0
@@ -124,6 +128,12 @@ class Sequence:
     def num_remaining(self) -> int:
         """Tokens whose KV is still to be computed."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_told(self) -> int:
+        """Log-probabilities, and tokens of a search's answers, that are kept of it beside its own tokens."""
+        found = (self.beams and self.beams.hypotheses) or []
+        return len(self.logprobs) + sum(len(one.token_ids) for one in found)
 
     @property
     def num_due(self) -> int:

@@ -13,8 +13,15 @@ from pagerelay.common.engine.sequence import Sequence
 from pagerelay.common.errors import GrammarError
 from pagerelay.common.grammar import Grammars
 from pagerelay.common.model.device_sampler import Sampler
-from pagerelay.common.model.logits import SampleRequest, branches, scores, told
+from pagerelay.common.model.logits import SampleRequest, branches, scores, told, unsound
+from pagerelay.common.model.sampler import BAD
 from pagerelay.common.wire.sampling import TokenLogprobs
+
+BAD_LOGITS = (
+    "bad_logits",
+    "the model's logits for this request hold NaN or infinity; check the model's weights and engine.dtype "
+    "(float16 overflows where bfloat16 does not)",
+)
 
 
 @dataclass(slots=True)
@@ -34,8 +41,8 @@ class Wish:
     """Sampled, one for each of ``requests``."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     scores: list[TokenLogprobs] = field(default_factory=list)
-    failure: str | None = None
-    """Why its grammar cannot be followed: it gets no token."""
+    failure: tuple[str, str] | None = None
+    """Code and message of why it gets no token: its grammar cannot be followed, or its logits are none."""
 
     pending: int = 0
     """1 where the sequence goes on from the token that is sampled, as far as can be known before it is."""
@@ -55,6 +62,8 @@ class Wish:
     def kept(self) -> Iterator[tuple[int, TokenLogprobs | None]]:
         """The tokens that come next: the first, and those after guesses that turned out right."""
         for position, token in enumerate(self.tokens):
+            if token == BAD:
+                return  # after a guess: the next step finds it by what was chosen
             yield token, self.logprobs[position] if self.logprobs else None
             if position == len(self.seq.draft) or token != self.seq.draft[position]:
                 return
@@ -86,7 +95,7 @@ def constrain(wishes: Seq[Wish], grammars: Grammars) -> None:
             seq.matcher = seq.matcher or grammars.matcher(grammar, seq.compiling)
             masks = seq.matcher.masks(wish.requests[0].output, seq.draft)
         except GrammarError as error:
-            wish.failure = str(error)
+            wish.failure = "grammar_failed", str(error)
             continue
         for place, mask in enumerate(masks):
             words = np.frombuffer(mask, dtype=np.int32).copy()
@@ -98,10 +107,7 @@ def answer(logits: torch.Tensor, wishes: Seq[Wish], sample: Sampler) -> None:
     rows: list[int] = []
     at = 0
     for wish in wishes:
-        table = scores(logits, range(at, at + len(wish.scored)))
-        if table is not None:
-            count = wish.seq.sampling.prompt_logprobs or 0
-            wish.scores = told(table, wish.scored, [count] * len(wish.scored))
+        _score(logits, range(at, at + len(wish.scored)), wish)
         at += len(wish.scored)
         rows += range(at, at + len(wish.requests))
         at += len(wish.requests)
@@ -114,9 +120,13 @@ def answer(logits: torch.Tensor, wishes: Seq[Wish], sample: Sampler) -> None:
     tokens = sample(logits if len(rows) == at else logits[rows], requests)
     said: dict[int, TokenLogprobs] = {}
     if unchanged is not None:
-        of_asked = told(unchanged, [tokens[place] for place, _ in asked], [count for _, count in asked])
+        of_asked = told(
+            unchanged, [max(tokens[place], 0) for place, _ in asked], [count for _, count in asked]
+        )
         said = {place: logprobs for (place, _), logprobs in zip(asked, of_asked, strict=True)}
     for place, likeliest in zip(branching, ahead, strict=True):
+        if tokens[place] == BAD:
+            continue
         tokens[place], said[place] = likeliest.top[0][0], likeliest
     at = 0
     for wish in wishes:
@@ -124,3 +134,12 @@ def answer(logits: torch.Tensor, wishes: Seq[Wish], sample: Sampler) -> None:
         wish.tokens = tokens[at : at + len(wish.requests)]
         wish.logprobs = [said[place] for place in places if place in said]
         at += len(wish.requests)
+
+
+def _score(logits: torch.Tensor, rows: Seq[int], wish: Wish) -> None:
+    table = scores(logits, rows)
+    if table is not None:
+        count = wish.seq.sampling.prompt_logprobs or 0
+        wish.scores = told(table, wish.scored, [count] * len(wish.scored))
+        if bool(unsound(table).any()):
+            wish.failure = BAD_LOGITS

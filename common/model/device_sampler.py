@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from pagerelay.common.model.feed import Feed, current
-from pagerelay.common.model.logits import edit
+from pagerelay.common.model.logits import edit, unsound
 from pagerelay.common.model.ops import PagedOps, SamplingOps
-from pagerelay.common.model.sampler import SampleRequest, sample, uniform
+from pagerelay.common.model.sampler import BAD, SampleRequest, sample, uniform
 
 Sampler = Callable[[torch.Tensor, Sequence[SampleRequest]], list[int]]
 
@@ -28,19 +28,20 @@ def sampler_for(ops: PagedOps) -> Sampler:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Token ids ``[rows]`` on the device, and their copy on the host, which is there once ``copied`` has
-    passed."""
+    """Token ids ``[rows]`` on the device, where the next step may begin with them, and what the host is told:
+    the same, or ``BAD``; that is there once ``copied`` has passed."""
 
     ids: torch.Tensor
     host: torch.Tensor
     copied: Any = None
 
     @classmethod
-    def of(cls, ids: torch.Tensor) -> Chosen:
+    def of(cls, ids: torch.Tensor, bad: torch.Tensor) -> Chosen:
+        told = ids.masked_fill(bad, BAD)
         if ids.device.type != "cuda":
-            return cls(ids, ids)
+            return cls(ids, told)
         host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
-        host.copy_(ids, non_blocking=True)
+        host.copy_(told, non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
         return cls(ids, host, copied)
@@ -59,8 +60,8 @@ class DeviceSampler:
         self._feed: Feed | None = None
 
     def __call__(self, logits: torch.Tensor, requests: Sequence[SampleRequest]) -> list[int]:
-        """As ``sampler.sample``: one token id per row of ``logits`` ``[len(requests), vocab]``, which it may
-        write to."""
+        """As ``sampler.sample``: one token id or ``BAD`` per row of ``logits`` ``[len(requests), vocab]``,
+        which it may write to."""
         return self.queue(logits, requests).read()
 
     @torch.inference_mode()
@@ -76,6 +77,7 @@ class DeviceSampler:
             for p, request in zip(params, requests, strict=True)
         ]
         with current(logits.device):
+            bad = unsound(logits)
             edit(logits, requests, self._feed.send)
             wishes = self._feed.send(
                 [
@@ -87,4 +89,4 @@ class DeviceSampler:
                     np.asarray(numbers, dtype=np.float64),
                 ]
             )
-            return Chosen.of(self._ops.choose(logits, *wishes))
+            return Chosen.of(self._ops.choose(logits, *wishes), bad)

@@ -63,6 +63,13 @@ class _Cells:
         ]
 
 
+def unsound(logits: torch.Tensor) -> torch.Tensor:
+    """Which rows of ``logits`` ``[rows, vocab]`` hold NaN or infinity, or −inf alone: bool ``[rows]``, on
+    their device. To be asked before they are edited: then −inf stands where no token may come, maybe all
+    over."""
+    return ~logits.amax(-1).isfinite()  # NaN wins
+
+
 def edit(logits: torch.Tensor, requests: Sequence[SampleRequest], send: Send) -> None:
     """Changes ``logits`` ``[len(requests), vocab]`` fp32 in place, in the order that
     :class:`SamplingParams` states. Ids outside the vocabulary are the caller's mistake."""
@@ -104,14 +111,14 @@ def edit(logits: torch.Tensor, requests: Sequence[SampleRequest], send: Send) ->
         bits = (words[:, None] >> torch.arange(32, device=logits.device, dtype=torch.int32)) & 1
         logits[at].masked_fill_(bits.flatten()[: logits.shape[1]] == 0, float("-inf"))
     if excluded.rows:
-        masked = {at: logits[at].clone() for at, _ in masks if at in excluded.rows}
+        counts, masked = Counter(excluded.rows), {at for at, _ in masks}
+        emptied = [at for at, count in counts.items() if at in masked or count >= logits.shape[1]]
+        before = {at: logits[at].clone() for at in emptied}
         row_ids, tokens, _ = send(excluded.arrays())
         logits.index_put_((row_ids, tokens), logits.new_full((), float("-inf")))
-        for at, before in masked.items():
+        for at, kept in before.items():
             if bool(logits[at].isneginf().all()):
-                logits[at] = (
-                    before  # nothing is left: what must come comes too early, or in spite of its name
-                )
+                logits[at] = kept  # nothing is left: what must come comes too early, or in spite of its name
 
 
 def _completing(bad_words: Sequence[Sequence[int]], request: SampleRequest) -> list[int]:
@@ -146,7 +153,8 @@ def branches(
     logits: torch.Tensor, rows: Sequence[int], requests: Sequence[SampleRequest]
 ) -> list[TokenLogprobs]:
     """The likeliest next tokens of each row and their log-probabilities, changed as the request wants, best
-    first, of equal ones the lower id first: as ``top``, and the very first as the one that is told of."""
+    first, of equal ones the lower id first: as ``top``, and the very first as the one that is told of. Of a
+    row that is :func:`unsound`, what is left of it."""
     of_rows = scores(logits, rows)
     if of_rows is None:
         return []
@@ -154,7 +162,7 @@ def branches(
     found = []
     for row, request in zip(of_rows, requests, strict=True):
         pairs = _likeliest(row, request.branches)
-        found.append(TokenLogprobs(pairs[0][1], pairs))
+        found.append(TokenLogprobs(pairs[0][1] if pairs else 0.0, pairs))
     return found
 
 

@@ -14,7 +14,10 @@ from collections.abc import Sequence
 import torch
 
 from pagerelay.common.model.logits import SampleRequest as SampleRequest
-from pagerelay.common.model.logits import edit
+from pagerelay.common.model.logits import edit, unsound
+
+BAD = -1
+"""In the place of a token, where a row held NaN or infinity: nothing can be chosen by it."""
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
@@ -27,11 +30,15 @@ def uniform(seed: int, choice: int, position: int) -> float:
 
 @torch.inference_mode()
 def sample(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> list[int]:
-    """One token id per row of ``logits`` ``[len(requests), vocab]`` fp32, which it may write to."""
+    """One token id or ``BAD`` per row of ``logits`` ``[len(requests), vocab]`` fp32, which it may write
+    to."""
+    bad = unsound(logits).tolist()
     edit(logits, requests, lambda arrays: [torch.from_numpy(array) for array in arrays])
     tokens: list[int] = logits.argmax(-1).tolist()
     for row, request in enumerate(requests):
-        if request.params.temperature > 0.0:
+        if bad[row]:
+            tokens[row] = BAD
+        elif request.params.temperature > 0.0:
             tokens[row] = _draw(logits[row], request)
     return tokens
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
+from pagerelay.common.aside import run_aside
 from pagerelay.common.config import WorkerConfig
 from pagerelay.common.engine.leasing import LeasingEngine
 from pagerelay.common.errors import WireError
@@ -118,6 +120,8 @@ class DataLink:
                     self._note_importer(peer, message)
                     continue
                 case Fetch():
+                    if engine.owes_sums(message.lease):
+                        await run_aside(partial(engine.make_sums, message.lease))
                     engine.fetch(peer, message, now)
                 case Renew():
                     engine.renew(message.tickets, now)

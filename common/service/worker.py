@@ -270,6 +270,7 @@ class Worker(ABC):
         counters.tokens_generated += stats.sampled
         counters.tokens_drafted += stats.drafted
         counters.tokens_accepted += stats.accepted
+        counters.bad_logits += stats.bad_logits
 
     def _give_up(self) -> None:
         log.error("the engine cannot go on: this worker ends")

@@ -9,8 +9,6 @@ about.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import errno
 import fcntl
 import mmap
@@ -18,10 +16,12 @@ import os
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
 
+from pagerelay.common.aside import run_aside
 from pagerelay.common.errors import StartupError, TransferError
 from pagerelay.common.segments import FOLDER, NAME, sweep_dead_segments
 from pagerelay.common.transport.base import (
@@ -154,17 +154,7 @@ class ShmBackend(DirectBackend):
         blocks = self.attach(peer.pool)
         check_blocks(sources, len(blocks), blocks.shape[1], into.shape[1])
         # numpy copies without the interpreter lock, so decoding goes on meanwhile.
-        copying = asyncio.get_running_loop().run_in_executor(
-            self._copier, self._copy, blocks, sources, into, targets
-        )
-        try:
-            await asyncio.shield(copying)
-        finally:
-            # A cancelled fetch returns only when its copy has stopped: the targets are somebody else's
-            # afterwards.
-            while not copying.done():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([copying])
+        await run_aside(partial(self._copy, blocks, sources, into, targets), self._copier)
         return len(sources) * peer.pool.block_bytes
 
     @staticmethod

@@ -7,8 +7,6 @@ by a copy of their own: a reader that takes them slowly holds its frames and nev
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import ctypes
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,6 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from pagerelay.common.aside import run_aside
 from pagerelay.common.kv.memory import Bytes, DeviceBlocks
 from pagerelay.common.transport.cuda_runtime import CudaRuntime
 
@@ -47,13 +46,7 @@ class PinnedStaging:
     async def run(self, work: Callable[[], T]) -> T:
         """Runs ``work`` on the staging thread. Cancelled, it returns only when the work has stopped: its
         blocks are somebody else's afterwards."""
-        working = asyncio.get_running_loop().run_in_executor(self._thread, work)
-        try:
-            return await asyncio.shield(working)
-        finally:
-            while not working.done():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([working])
+        return await run_aside(work, self._thread)
 
     async def frames(self, blocks: DeviceBlocks, ids: Sequence[int]) -> list[memoryview]:
         """These blocks of our own pool as frames for the wire, as the step applied last leaves them."""

@@ -60,6 +60,8 @@ class Counters(Struct, kw_only=True):
     """Blocks that beams shared until one of them wrote to it."""
     corrupt_blocks: int = 0
     """Fetched blocks whose bytes were not those of their checksums: never used, the request recovered."""
+    bad_logits: int = 0
+    """Sequences that failed because their logits held NaN or infinity."""
     ledger_faults: int = 0
     """Times that the block ledger was found broken: always 0, or there is a fault in pagerelay."""
     dropped: dict[str, int] = field(default_factory=dict)

@@ -177,8 +177,8 @@ class HandedOver(Message, frozen=True):
     first: TokenDelta
     transport: str
     handover_s: float
-    num_bytes: int
-    num_computed_tokens: int = 0
+    num_bytes: Count
+    num_computed_tokens: Count = 0
     """Prompt tokens that D had to compute itself: 0 wherever the split did its work."""
     phases: HandoverPhases | None = None
 

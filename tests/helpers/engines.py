@@ -76,6 +76,8 @@ class FakeRunner:
         self.say = say
         self.steps: list[int] = []
         """Rows of each step."""
+        self.sick: Callable[[list[int]], float | None] = lambda _: None
+        """What one logit after a context is instead of a number, if it is ill."""
         self.during: Callable[[], None] | None = None
         """Runs once, in the middle of the next step: the engine's lock is free, its step is not over."""
 
@@ -101,7 +103,10 @@ class FakeRunner:
             last, tokens = int(starts[index + 1]) - 1, context[0].astype(int).tolist()
             for row, at in enumerate(wanted):
                 if starts[index] <= at <= last:
-                    logits[row, self.say(tokens[: len(tokens) - (last - at)])] = 10.0
+                    before = tokens[: len(tokens) - (last - at)]
+                    logits[row, self.say(before)] = 10.0
+                    if (value := self.sick(before)) is not None:
+                        logits[row, 3] = value
         return logits
 
 

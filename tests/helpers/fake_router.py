@@ -26,6 +26,7 @@ class FakeRouter:
         self.delay_s = 0.0
         self.hold = False
         """Streams stay open after their bytes."""
+        self._port = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -37,7 +38,8 @@ class FakeRouter:
         app.router.add_post("/{path:.*}", self._answer)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
+        self._port = self._runner.addresses[0][1]
         return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -71,6 +73,14 @@ class FakeRouter:
         while self.hold:
             await asyncio.sleep(0.01)
         return response
+
+    def stop(self) -> None:
+        """Nobody listens any more, and open connections are closed."""
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
+
+    def start_again(self) -> None:
+        """At the same address."""
+        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(10)
 
     def close(self) -> None:
         asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)

@@ -178,8 +178,8 @@ class Driven:
             finish_reason=reason,
         )
 
-    def news(self, message: Any) -> None:
-        self.flow.news(message, "whoever")
+    def news(self, message: Any, worker_id: str = "whoever") -> None:
+        self.flow.news(message, worker_id)
 
     def started(self, attempt: int | None = None) -> None:
         self.news(
@@ -233,7 +233,13 @@ class Driven:
     def token(self, index: int, token: int, reason: FinishReason | None = None, **kw: Any) -> None:
         self.tokens(self.delta(index, token, reason, **kw))
 
-    def failed(self, code: str = "fetch_failed", retryable: bool = True, attempt: int | None = None) -> None:
+    def failed(
+        self,
+        code: str = "fetch_failed",
+        retryable: bool = True,
+        attempt: int | None = None,
+        worker_id: str = "whoever",
+    ) -> None:
         self.news(
             Failed(
                 request_id="r",
@@ -241,7 +247,8 @@ class Driven:
                 code=code,
                 message=f"it is {code}",
                 retryable=retryable,
-            )
+            ),
+            worker_id,
         )
 
     def suspended(self, num_tokens: int, attempt: int | None = None) -> None:

@@ -11,6 +11,7 @@ import torch
 from engines import FACTS, VOCAB, FakeRunner, answer, assert_idle, greedy, make_limits
 from fake_cuda import FakeCuda
 from flows import registry
+from late import LateRunner, LateStream
 
 from pagerelay.common.config import Config, WorkerConfig
 from pagerelay.common.kv.pool import KvPool
@@ -81,21 +82,25 @@ class House:
         cuda: FakeCuda | None = None,
         *,
         drain: Any = "finish",
+        num_blocks: int = 128,
+        step_ahead: bool = False,
         **kw: Any,
     ) -> str:
         """Starts a worker, on that GPU if one is given, and waits until the router knows it. Returns its
-        id."""
+        id. ``step_ahead``: on a GPU that is late; see :class:`LateStream`, and ``LateDevice.use``."""
         layout = FACTS.layout(4)
         backend: TransferBackend = ShmBackend()
         if transport == "tcp":
             backend = TcpBackend(4, cuda)
         elif cuda is not None:
             backend = CudaIpcBackend(cuda, cuda.place)
-        pool = KvPool(backend.allocate(128, layout.block_bytes), layout)
+        pool = KvPool(backend.allocate(num_blocks, layout.block_bytes), layout)
         pool.tensor.fill_(float("nan"))
-        runner = BreakingRunner() if cuda is None else GpuRunner(cuda)
-        limits = make_limits(max_batch_tokens=8)
-        parts = Parts(FACTS, layout, runner, pool, backend, limits, cuda)  # type: ignore[arg-type]
+        runner: Any = BreakingRunner() if cuda is None else GpuRunner(cuda)
+        if step_ahead and cuda is not None:
+            runner = LateRunner(LateStream(cuda))
+        limits = make_limits(max_batch_tokens=8, step_ahead=step_ahead)
+        parts = Parts(FACTS, layout, runner, pool, backend, limits, cuda)
         config = Config(
             worker=WorkerConfig(
                 routers=(f"tcp://127.0.0.1:{self.port}",),

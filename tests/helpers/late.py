@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 from engines import VOCAB, FakeOps, FakeRunner
+from fake_cuda import FakeCuda
 
 from pagerelay.common.model.batch import Batch, fill_late
 from pagerelay.common.model.device_sampler import Chosen
+from pagerelay.common.model.logits import unsound
+from pagerelay.common.model.sampler import BAD
 
 
 class LateDevice:
@@ -23,6 +26,8 @@ class LateDevice:
         self.eager = eager
         """Does what is queued at once, and says nothing else than a late one."""
         self.log: list[str] = []
+        self.logits = torch.empty(0)
+        """Of the step that was queued last: what is asked of them now, they cannot say yet."""
         self._ops: list[Callable[[], Any]] = []
         self._done = 0
 
@@ -37,15 +42,39 @@ class LateDevice:
             self._ops[self._done]()
             self._done += 1
 
-    def chosen(self, ids: torch.Tensor) -> Chosen:
-        host = torch.full_like(ids, -7)
-        self.queue(lambda: host.copy_(ids))
-        return Chosen(ids, host, _Event(self, len(self._ops)))
+    def chosen(self, ids: torch.Tensor, _: torch.Tensor) -> Chosen:
+        host, logits = torch.full_like(ids, -7), self.logits
+        self.queue(lambda: host.copy_(ids.masked_fill(unsound(logits), BAD)))
+        return Chosen(ids, host, _Event(self, self.num_queued))
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._ops)
 
     def use(self, monkeypatch: pytest.MonkeyPatch) -> LateDevice:
-        """From now on it is the device that tokens are copied from."""
-        monkeypatch.setattr(Chosen, "of", self.chosen)
+        """From now on tokens are copied from late devices, this one or others."""
+        monkeypatch.setattr(Chosen, "of", lambda ids, bad: ids.late.chosen(ids, bad))
         return self
+
+
+class LateStream(LateDevice):
+    """The late device that a fake GPU's compute stream is."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        super().__init__()
+        self._cuda = cuda
+        self._stream = cuda.streams[cuda.compute]
+
+    def queue(self, op: Callable[[], Any]) -> None:
+        self._cuda.launch(torch.inference_mode()(op))
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._stream.ops)
+
+    def wait(self, upto: int) -> None:
+        with self._cuda.machine.lock:
+            assert self._cuda.machine.finish(self._stream, upto)
 
 
 class _Event:
@@ -64,6 +93,7 @@ class LateOps(FakeOps):
     def choose(self, logits: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         ids = torch.full((len(logits),), -8, dtype=torch.int64)
         self._device.queue(lambda: ids.copy_(logits.argmax(-1)))
+        ids.late = self._device  # type: ignore[attr-defined]
         return ids
 
 
@@ -94,4 +124,5 @@ class LateRunner(FakeRunner):
             logits.copy_(compute(batch, pool))
 
         self.device.queue(late)
+        self.device.logits = logits
         return logits

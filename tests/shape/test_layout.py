@@ -22,6 +22,7 @@ GPU_ONLY = (
     "common/transport/cu",
     "common/transport/torch_runtime",
     "common/transport/staging",
+    "common/service/gpu_memory",
 )
 API = tuple(
     f"router/{name}"

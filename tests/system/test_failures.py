@@ -4,6 +4,8 @@ hangs."""
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from cluster import Cluster, joined, running
+import numpy as np
+import pytest
+from cluster import Cluster, joined, post, running
+from safetensors.numpy import load_file, save_file
 
 NUM_STREAMS = 8
 LONG = 150
@@ -181,3 +186,51 @@ async def test_colocated_workers_give_the_same_tokens(tiny_dir: Path, split: Clu
         got = await asyncio.gather(*(cluster.ids(prompt, 16, seed=3, temperature=0.8) for prompt in prompts))
         assert list(got) == expected
         await cluster.idle()
+
+
+@pytest.fixture(scope="module")
+def ill(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a token, 77, that its weights know no numbers for."""
+    folder = tmp_path_factory.mktemp("ill")
+    for file in tiny_dir.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copyfile(file, folder / file.name)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    (name,) = (file.name for file in tiny_dir.glob("*.safetensors"))
+    weights = load_file(tiny_dir / name)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].copy()
+    weights["model.embed_tokens.weight"][77] = np.nan
+    save_file(weights, folder / name, metadata={"format": "pt"})
+    return folder
+
+
+async def test_logits_that_are_no_numbers_fail_their_own_request_alone(ill: Path) -> None:
+    """By its prompt on the prefill worker, or by a token of its answer on the decode worker."""
+    on_d = {"logit_bias": {"77": 100.0}}  # its first token is 77, and there is no second
+    with running(ill) as cluster:
+        well = [[index + 3] * 33 for index in range(4)]
+        expected = [await cluster.ids(prompt, 12) for prompt in well]
+        bodies = [
+            {"prompt": [5, 77, 6], "max_tokens": 12, "stream": stream, **fields}
+            for stream in (False, True)
+            for fields in ({}, {"max_tokens": 1})
+        ]
+        bodies += [{"prompt": [5, 77, 6], **fields} for fields in ({"num_beams": 2}, {"prompt_logprobs": 1})]
+        bodies += [{"prompt": [5, 6], "max_tokens": 12, **on_d}]
+
+        async def refused(body: dict[str, Any]) -> None:
+            status, answer, _ = await post(cluster, "/generate", body)
+            assert status == 500, answer
+            error = answer["error"]
+            assert (error["code"], error["type"]) == ("bad_logits", "internal_error")
+            assert "NaN or infinity" in error["message"]
+
+        async with asyncio.TaskGroup() as group:
+            answers = [group.create_task(cluster.ids(prompt, 12)) for prompt in well]
+            for body in bodies:
+                group.create_task(refused(body))
+        assert [answer.result() for answer in answers] == expected
+        await cluster.idle()
+        assert await cluster.metric("pagerelay_bad_logits_total") == len(bodies)
+        assert await cluster.metric("pagerelay_recoveries_total") == 0

@@ -110,6 +110,20 @@ def test_forbidden_tokens_and_huge_logits(choose: Choose) -> None:
         assert choose(scores, asked) == sample_on_cpu(scores.clone(), asked)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of the interpreter
+@pytest.mark.parametrize("params", FILTERS, ids=str)
+def test_whatever_is_chosen_where_there_are_no_numbers_is_an_id(
+    choose: Choose, params: dict[str, Any]
+) -> None:
+    """The next step may begin with it before anybody has seen that it means nothing."""
+    scores, asked = logits(5), requests(5, **params)
+    expected = sample_on_cpu(scores.clone(), asked)
+    scores[0], scores[1, VOCAB - 1], scores[2, 0] = float("nan"), float("nan"), float("inf")
+    got = choose(scores, asked)
+    assert got[3:] == expected[3:]
+    assert all(0 <= token < VOCAB for token in got)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_logits_of_half_precision(choose: Choose, dtype: torch.dtype) -> None:
     """Coarse values are full of ties."""

@@ -235,6 +235,59 @@ def test_retries_are_bounded(router: FakeRouter, llm: LLM) -> None:
     assert len(router.seen) == 3  # the request and max_retries=2
 
 
+def test_a_server_that_is_restarted_is_asked_again(router: FakeRouter) -> None:
+    router.answers = [generated]
+    with LLM(base_url=router.url, max_retries=7) as llm:
+        llm.generate("hi")
+        router.stop()
+        starting = threading.Timer(0.25, router.start_again)
+        starting.start()
+        assert llm.generate("hi")[0].outputs[0].text == "<hi>"
+        starting.join()
+    assert len(router.seen) == 2
+
+
+def test_a_server_that_stays_away_is_asked_so_often(router: FakeRouter, llm: LLM) -> None:
+    router.answers = [generated]
+    llm.generate("hi")
+    router.stop()
+    with pytest.raises(ConnectionLost, match="no server answers"):
+        llm.generate("hi")
+    router.start_again()
+    assert len(router.seen) == 1
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        events(piece("a"), done=False),
+        events(piece("a"), {"error": {"message": "no", "type": "service_unavailable", "code": "no_worker"}}),
+    ],
+    ids=["cut", "error"],
+)
+def test_an_answer_that_has_begun_is_not_asked_for_again(router: FakeRouter, llm: LLM, cut: bytes) -> None:
+    router.answers = [cut]
+    got = []
+    with pytest.raises((IncompleteAnswer, Unavailable)):
+        got.extend(one.text for one in llm.stream("hi"))
+    router.answers = [web.Response(body=b'{"id": "x", "choi', content_type="application/json")]
+    with pytest.raises(IncompleteAnswer):
+        llm.generate("hi")
+    assert len(router.seen) == 2
+
+
+def test_a_server_that_goes_while_it_answers_is_not_asked_again(router: FakeRouter, llm: LLM) -> None:
+    router.answers, router.hold = [events(piece("a"), done=False)], True
+    pieces = llm.stream("hi")
+    assert next(pieces).text == "a"
+    router.stop()
+    router.hold = False
+    with pytest.raises(ConnectionLost):
+        list(pieces)
+    router.start_again()
+    assert len(router.seen) == 1
+
+
 def test_a_long_pause_is_the_callers_to_wait(router: FakeRouter, llm: LLM) -> None:
     router.answers = [refusal(503, "draining", "3600")]
     with pytest.raises(Unavailable) as caught:

@@ -26,6 +26,7 @@ from engines import (
 from handwork import Hands, Request
 from reference import BeamReference, ExpectedBeam
 
+from pagerelay.common.engine import core
 from pagerelay.common.engine.parts import Outbox
 from pagerelay.common.model.batch import Batch
 from pagerelay.common.model.runner import ModelRunner, read_facts
@@ -309,6 +310,39 @@ def test_a_search_is_not_handed_over_and_says_again_how_far_it_is() -> None:
     assert sent_to_router(engine) == [Beams(request_id="a", attempt=1, num_tokens=4)]
     assert len(found_by(run_dry(engine))) == 1
     assert_idle(engine)
+
+
+def test_the_last_word_of_a_search_is_said_again() -> None:
+    """Whichever beam ended it. Searches and answers that have ended are remembered together."""
+    engine = decode_engine(64, runner=Wide(), max_num_seqs=16)
+    for number in range(3):
+        job = decode_job(f"a{number}", tokens_of(number, 6), beams(3, 6 + number), order=number)
+        engine.submit("r", job, 0.0)
+    engine.submit("r", decode_job("plain", tokens_of(1, 6), greedy(3)), 0.0)
+    sent = [message for _, message in run_dry(engine).to_router if isinstance(message, Beams)]
+    last = {message.request_id: message for message in sent if message.hypotheses is not None}
+    assert len(last) == 3
+    for request_id, message in last.items():
+        engine.probe("r", request_id, 1, 0)
+        assert sent_to_router(engine) == [message]
+        engine.probe("r", request_id, 2, 0)
+        assert [m.code for m in sent_to_router(engine) if isinstance(m, Failed)] == ["forgotten"]
+    engine.probe("r", "plain", 1, 0)
+    assert [type(message) for message in sent_to_router(engine)] == [Tokens]
+    assert_idle(engine)
+
+
+def test_so_many_answers_of_searches_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "MAX_TOLD", 40)
+    engine = decode_engine(64, runner=Wide())
+    for number in range(3):
+        engine.submit("r", decode_job(f"a{number}", tokens_of(number, 6), beams(4, 5, ignore_eos=True)), 0.0)
+        run_dry(engine)
+    found = []
+    for number in range(3):
+        engine.probe("r", f"a{number}", 1, 0)
+        found += [isinstance(message, Beams) for message in sent_to_router(engine)]
+    assert found == [False, True, True], "20 tokens each"
 
 
 def test_one_token_is_a_search_too() -> None:

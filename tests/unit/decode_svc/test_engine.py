@@ -715,7 +715,7 @@ def test_checksums_of_what_is_handed_over_are_made_while_the_lock_is_free(
         other.join()
         return block_sum(block)
 
-    monkeypatch.setattr("pagerelay.decode_svc.engine.block_sum", watched)
+    monkeypatch.setattr("pagerelay.common.engine.leasing.block_sum", watched)
     handle = suspended.handle
     question = Fetch(
         lease=handle.lease,

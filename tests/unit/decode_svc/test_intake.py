@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -182,6 +183,31 @@ async def test_bytes_that_are_not_those_of_the_checksum_are_never_used() -> None
         await fetch(link)
     assert caught.value.block_ids == [6]
     assert link.asked[1:] == [Release(lease=1, received=False, corrupt=[6])]
+
+
+async def test_a_fetch_that_is_given_up_ends_when_nobody_reads_its_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are somebody else's afterwards. Meanwhile the event loop is free."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(*_: Any) -> list[int]:
+        begun.set()
+        assert go_on.wait(5)
+        return []
+
+    monkeypatch.setattr("pagerelay.decode_svc.intake.wrong_blocks", slow)
+    link = Link([Ready(lease=1, first=0, block_ids=[5, 6, 7], sums=[1, 2, 3]), ALL[1]])
+    fetching = asyncio.create_task(fetch(link))
+    while not begun.is_set():
+        await asyncio.sleep(0.001)
+    fetching.cancel()
+    await asyncio.sleep(0.02)
+    assert not fetching.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    assert link.asked[1:] == [GIVE_UP]
 
 
 async def test_checksums_may_be_left_out() -> None:

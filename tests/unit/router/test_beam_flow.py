@@ -102,6 +102,23 @@ async def test_only_steps_count_as_progress() -> None:
     await driven.flow.close()
 
 
+async def test_the_last_word_is_asked_for_where_it_was_lost() -> None:
+    house = House("d1")
+    driven = search(house, probe_s=0.01, max_recoveries=0)
+    finding = await begin(driven)
+    driven.handed_over(0, 9)
+    told(driven, 2)
+    probes: list[Any] = []
+    async with asyncio.timeout(5):
+        while not probes:
+            await asyncio.sleep(0.005)
+            probes = [message for _, message in house.take_sent() if isinstance(message, Probe)]
+    told(driven, 3, FOUND)
+    assert await finding == FOUND
+    assert driven.flow.recoveries == 0
+    await driven.flow.close()
+
+
 async def test_what_does_not_fit_is_the_clients_to_change() -> None:
     house = House("d1")
     driven = search(house)

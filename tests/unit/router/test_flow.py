@@ -495,11 +495,16 @@ async def test_no_decode_worker_is_left_when_the_prompt_begins() -> None:
     assert nobody_holds_anything(house)
 
 
-@pytest.mark.parametrize(("code", "kind"), [("too_long", InvalidRequest), ("fetch_failed", Unavailable)])
-async def test_what_cannot_be_tried_again_ends_at_once(code: str, kind: type[ApiError]) -> None:
+@pytest.mark.parametrize(
+    ("code", "kind"), [("too_long", InvalidRequest), ("fetch_failed", Unavailable), ("bad_logits", ApiError)]
+)
+@pytest.mark.parametrize("worker_id", ["p1", "d1"])
+async def test_what_cannot_be_tried_again_ends_at_once(
+    code: str, kind: type[ApiError], worker_id: str
+) -> None:
     house = House("p1", "d1")
     driven = await handing_off(house)
-    driven.failed(code, retryable=False)
+    driven.failed(code, retryable=False, worker_id=worker_id)
     with pytest.raises(kind, match=f"it is {code}") as caught:
         await driven.flow.next()
     assert caught.value.code == ("context_length_exceeded" if code == "too_long" else code)

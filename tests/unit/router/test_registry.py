@@ -9,8 +9,10 @@ import pytest
 from flows import Clock, hello, registry
 
 from pagerelay.common.wire.account import BlockCounts, Counters, Load
-from pagerelay.common.wire.messages import PROTOCOL, Heartbeat, Refused, Welcome
+from pagerelay.common.wire.messages import PROTOCOL, HandedOver, Heartbeat, Refused, TokenDelta, Welcome
+from pagerelay.router.metrics import RouterMetrics
 from pagerelay.router.registry import NUM_REMEMBERED, WorkerEntry, WorkerRegistry
+from pagerelay.router.times import FlowTimes
 
 
 class Request:
@@ -269,6 +271,40 @@ def test_those_long_gone_are_counted_and_not_remembered() -> None:
         NUM_REMEMBERED + 10,
         {"Abort/late": 2 * NUM_REMEMBERED + 20},
     )
+
+
+def test_names_that_workers_invent_are_counted_as_one() -> None:
+    workers = registry(Clock())
+    entry = join(workers, "d")
+    metrics = RouterMetrics(workers)
+    dropped = {"Abort/late": 2, "TokenDelta/late": 1, "unknown/malformed": 4}
+    for number in range(300):
+        names = {f"way-{number}-{n}": 1 for n in range(3)}
+        odd = {f"Abort/because-{number}": 1, f"Odd{number}/late": 1, f"nothing {number}": 1}
+        beat(
+            workers,
+            entry,
+            fetched_blocks={"shm": 2, "tcp": 3, "cuda_ipc": 4, **names},
+            fetched_bytes={"shm": 9, **names},
+            dropped=dropped | odd,
+        )
+        handed = HandedOver(
+            request_id="r",
+            attempt=1,
+            first=TokenDelta(request_id="r", attempt=1, index=0, token=5),
+            transport=f"way-{number}",
+            handover_s=0.1,
+            num_bytes=1,
+        )
+        FlowTimes(metrics).handed_over(handed, 1.0)
+    total = workers.totals()
+    assert total.fetched_blocks == {"shm": 2, "tcp": 3, "cuda_ipc": 4, "other": 3}
+    assert total.fetched_bytes == {"shm": 9, "other": 3}
+    assert total.dropped == dropped | {"Abort/other": 1, "other/late": 1, "other/other": 1}
+    exposed = metrics.expose().decode()
+    assert "way-" not in exposed
+    assert "because" not in exposed
+    assert 'pagerelay_handover_bytes_total{transport="other"} 300.0' in exposed
 
 
 # ------------------------------------------------------------------ what the policy sees

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from engines import FACTS, FakeOps, assert_idle, decode_engine, decode_job, greedy, run_dry
 from fake_cuda import FakeCuda, Machine
 from msgspec import structs
+from torch.profiler import ProfilerActivity, profile
 
 from pagerelay.cli.serve import choose_ops
 from pagerelay.common import segments
 from pagerelay.common.config import Config, load_config
+from pagerelay.common.engine.scheduler import MAX_SCORED_ROWS
 from pagerelay.common.errors import StartupError
 from pagerelay.common.kv.memory import DeviceBlocks
+from pagerelay.common.model.batch import Batch
 from pagerelay.common.model.runner import read_facts
 from pagerelay.common.service.build import Parts, build_parts, direct_backend
-from pagerelay.common.service.gpu_memory import CONTEXT_BYTES
+from pagerelay.common.service.gpu_memory import CONTEXT_BYTES, run_largest_step
 from pagerelay.common.transport import shm
 from pagerelay.common.transport.base import TransferBackend
 from pagerelay.common.transport.cuda_ipc import CudaIpcBackend
 from pagerelay.common.transport.shm import ShmBackend
 from pagerelay.common.transport.tcp import TcpBackend
+from pagerelay.common.wire.sampling import SamplingParams
 from pagerelay.kernels.torch_ops import TorchOps
 from pagerelay.kernels.triton import missing
 
@@ -227,6 +237,53 @@ def test_the_pool_gets_what_weights_and_a_step_leave(tiny_dir: Path) -> None:
     for parts in (eager, second):
         parts.backend.close()
     machine.check()
+
+
+def peak(work: Callable[[], None]) -> int:
+    """Bytes that torch has held at most, beside what it had before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    return max(itertools.accumulate(nbytes for _, nbytes in sorted(changes)))
+
+
+class Wide:
+    """A model that is nothing but its logits, of a vocabulary that outweighs all else."""
+
+    ops = FakeOps()
+
+    def run(self, batch: Batch, _: torch.Tensor) -> torch.Tensor:
+        return torch.randn(batch.num_logits, 20_000, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("limits", [(40, 1), (60, 8), (16, 20), (300, 30)])
+def test_no_step_takes_more_than_the_one_that_was_tried(limits: tuple[int, int]) -> None:
+    """Whatever is wanted of it: scored prompts, log-probabilities of each token, beams."""
+    tokens, sequences = limits
+    runner: Any = Wide()
+    facts = replace(FACTS, vocab_size=20_000)
+    layout = facts.layout(4)
+    tried = peak(lambda: run_largest_step(runner, layout, torch.device("cpu"), sequences, tokens))
+    engine = decode_engine(512, runner=runner, facts=facts, max_batch_tokens=tokens, max_num_seqs=sequences)
+    wanted = [
+        greedy(3, prompt_logprobs=20, logprobs=20),
+        greedy(9, logprobs=20, ignore_eos=True),
+        SamplingParams(max_tokens=9, temperature=1.0, top_p=0.9, top_k=50, min_p=0.1, logprobs=20),
+        greedy(9, beam_width=3) if sequences > 2 else greedy(9),
+        greedy(2, prompt_logprobs=20),
+    ]
+    for number in range(2 * sequences + 4):
+        prompt = [3 + (number + at) % 200 for at in range(1 + 12 * (number % 4))]
+        job = decode_job(f"r{number}", prompt, wanted[number % len(wanted)], order=number)
+        engine.submit("router", job, 0.0)
+    drained: list[object] = []
+    took = peak(lambda: drained.append(run_dry(engine)))
+    assert_idle(engine)
+    assert took <= tried
+    assert took > tried / 4, "a step that asked for much was there"
+    scored = min(MAX_SCORED_ROWS, tokens - sequences)
+    assert tried > (4 * (sequences + scored) + 8 * scored) * facts.vocab_size
 
 
 def test_a_share_that_cannot_be_had_is_explained(tiny_dir: Path) -> None:

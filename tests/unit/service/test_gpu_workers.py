@@ -4,19 +4,23 @@ ends."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from engines import answer
 from fake_cuda import FakeCuda, Machine
 from house import PROMPT, House
+from late import LateDevice
 
 from pagerelay.common.errors import ApiError
 from pagerelay.common.service.data_link import RECALL_S
 from pagerelay.common.service.worker import Worker
 from pagerelay.common.transport.cuda_ipc import CudaIpcBackend
+from pagerelay.decode_svc.engine import DecodeEngine
 from pagerelay.decode_svc.worker import DecodeWorker
 from pagerelay.prefill_svc.worker import PrefillWorker
 from pagerelay.router.flow import RequestFlow
@@ -87,6 +91,46 @@ async def test_where_ipc_cannot_work_tcp_serves_and_that_is_said_and_counted(
     assert "over tcp, not cuda_ipc: the peer is in another PID namespace" in record.getMessage()
     assert house.workers[decode][0].counters.fallbacks == 1
     await house.until(lambda: not importers(house, prefill))
+    await house.close()
+    machine.check()
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc", "tcp"])
+async def test_steps_ahead_of_a_late_gpu(
+    house: House, machine: Machine, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both workers begin steps before they know the tokens of the step before, on GPUs that do nothing until
+    they are waited for; meanwhile requests leave, and others are preempted for want of blocks. The tokens are
+    those of workers on CPUs that wait for each step."""
+    LateDevice().use(monkeypatch)
+    prefill = await house.start(PrefillWorker, transport, machine.process(), step_ahead=True)
+    decode = await house.start(DecodeWorker, transport, machine.process(), step_ahead=True, num_blocks=30)
+
+    async def leave(prompt: list[int], after: int) -> None:
+        flow = house.flow(prompt)
+        await flow.start()
+        while len(flow.journal.tokens) < after:
+            await flow.next()
+        await flow.close()
+        assert flow.journal.tokens == answer(prompt, len(flow.journal.tokens))
+
+    prompts = [[n + 1, *PROMPT[n:]] for n in range(10)]
+    async with asyncio.timeout(30):
+        asked = [house.ask(prompt, 34) for prompt in prompts[:6]]
+        left = [leave(prompt, after) for after, prompt in enumerate(prompts[6:])]
+        flows = await asyncio.gather(*asked, *left)
+    for flow, prompt in zip(flows, prompts[:6], strict=False):
+        assert flow is not None
+        assert flow.journal.tokens == answer(prompt, 34)
+        assert (flow.transport, flow.recoveries) == (transport, 0)
+    await house.idle()
+    for worker_id in (prefill, decode):
+        worker = house.workers[worker_id][0]
+        runner: Any = worker.parts.runner
+        assert any(a[:4] == b[:4] == "step" for a, b in itertools.pairwise(runner.device.log))
+    engine = house.workers[decode][0].engine
+    assert isinstance(engine, DecodeEngine)
+    assert engine.num_preempted > 0
     await house.close()
     machine.check()
 

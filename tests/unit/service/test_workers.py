@@ -13,6 +13,7 @@ from engines import answer, handle_for, prefill_job
 from house import PROMPT, House
 from msgspec.structs import replace
 
+from pagerelay.common.kv.checksum import block_sum
 from pagerelay.common.service.link import RouterLink
 from pagerelay.common.service.worker import Worker
 from pagerelay.common.transport.tcp import TcpBackend
@@ -145,8 +146,19 @@ async def test_a_draining_worker_finishes_what_it_has(house: House) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-async def test_a_draining_decode_worker_hands_over_what_it_runs(house: House, transport: str) -> None:
-    """Another decode worker goes on at the next token; nothing is computed anew."""
+async def test_a_draining_decode_worker_hands_over_what_it_runs(
+    house: House, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another decode worker goes on at the next token; nothing is computed anew. Checksums are made and
+    compared beside the event loop."""
+    threads: list[str] = []
+
+    def summed(block: Any) -> int:
+        threads.append(threading.current_thread().name)
+        return block_sum(block)
+
+    monkeypatch.setattr("pagerelay.common.engine.leasing.block_sum", summed)
+    monkeypatch.setattr("pagerelay.common.kv.checksum.block_sum", summed)
     prefill = await house.start(PrefillWorker, transport)
     first = await house.start(DecodeWorker, transport, drain="hand-over")
     flows = await house.decoding(first)
@@ -155,6 +167,8 @@ async def test_a_draining_decode_worker_hands_over_what_it_runs(house: House, tr
     await house.hand_over(first, flows)
     assert house.workers[prefill][0].counters.prompt_tokens_computed == computed
     assert house.workers[second][0].counters.prompt_tokens_received >= len(flows)
+    assert threads
+    assert threading.main_thread().name not in threads
     await house.idle()
 
 
