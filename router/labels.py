@@ -4,18 +4,13 @@ is ``other``, so no number of names makes more time series."""
 from __future__ import annotations
 
 from collections import Counter
-from typing import get_args
 
 from msgspec.structs import replace
 
 from pagerelay.common.wire.account import Counters
-from pagerelay.common.wire.messages import ToDecode, ToPrefill, ToRouter, ToWorker
+from pagerelay.common.wire.messages import Message
 
-_KINDS = {
-    "TokenDelta",
-    "unknown",
-    *(k.__name__ for k in get_args(ToRouter | ToWorker | ToPrefill | ToDecode)),
-}
+_KINDS = {"TokenDelta", "unknown", *(kind.__name__ for kind in Message.__subclasses__())}
 _REASONS = {"late", "repeated", "stale", "refused", "malformed", "unreachable"}
 
 
