@@ -55,7 +55,7 @@ class Tokenizer:
         self.whole_tokens = {
             token.content: token_id
             for token_id, token in added.items()
-            if token.special or (token.content[0] == "<" and token.content[-1] == ">")
+            if token.special or (token.content.startswith("<") and token.content.endswith(">"))
         }
         """Tokens that are no text to a grammar: llguidance takes any ``<…>`` that was added for one."""
         vocabulary = self._encoder.get_vocab(with_added_tokens=True)
