@@ -7,13 +7,11 @@ The life of a request here::
     FETCHING      the worker copies P's blocks into them as P announces them
     READY         all copied, the lease confirmed: the KV is ours
     RUNNING       one token a step (a beam search: one of each of its beams, and all of these end together);
-                  without a handle, straight from QUEUED: the prompt is computed here, in
-    chunks
-                  between the others' tokens
+                  without a handle, straight from QUEUED: the prompt is computed here, in chunks between the
+                  others' tokens
     FINISHED      its last token is out
     LEASED        this worker drains: the router has asked for it, and another decode worker fetches its
-    blocks;
-                  RELEASED when that one has confirmed, EXPIRED if nobody came
+                  blocks; RELEASED when that one has confirmed, EXPIRED if nobody came
     PREEMPTED     the youngest, when a block is missing for an older one: it recovers through the router
     FETCH_FAILED  P or the lease was lost: it recovers through the router
     ABORTED       the router took it back
