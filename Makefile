@@ -112,12 +112,11 @@ format: setup-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Two files at a time, then one after the other those that want the machine for themselves.
-TESTS := tests/unit tests/contract tests/shape tests/system
+# Two files at a time, but nothing beside a test that has a cluster of its own.
 ORDINARY := not slow and not exact and not compose and not asan and not clients
 test: lint model
-	$(BIN)/pytest -n 2 --dist loadfile -m "$(ORDINARY) and not alone" $(TESTS) $(PYTEST_ARGS)
-	$(BIN)/pytest -m "$(ORDINARY) and alone" $(TESTS) $(PYTEST_ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile -m "$(ORDINARY)" tests/unit tests/contract tests/shape $(PYTEST_ARGS)
+	$(BIN)/pytest -m "$(ORDINARY)" tests/system $(PYTEST_ARGS)
 
 # In an environment of its own: other people's clients bring plug-ins for pytest, and want other versions of what
 # the constraints pin.

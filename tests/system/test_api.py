@@ -247,7 +247,6 @@ async def test_large_and_odd_bodies(split: Cluster) -> None:
 # ---------------------------------------------------------------- clients that leave
 
 
-@pytest.mark.alone
 async def test_a_client_that_leaves_frees_everything(split: Cluster) -> None:
     """Streaming and not, at any moment; within 2 s nothing of it is left on P or D."""
 

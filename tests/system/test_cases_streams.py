@@ -18,8 +18,6 @@ from cluster import Cluster, post, running
 from rows import CHAT, PATHS, after, asked, model_of, refused, smallest, streamed
 from strict_sse import StrictStream, events
 
-pytestmark = pytest.mark.alone
-
 ABORTED = {"name": "pagerelay_requests_total", "outcome": "aborted"}
 
 # ---------------------------------------------------------------- clients that leave

@@ -21,8 +21,6 @@ from faults import Partitions, Plan, Point, Rates
 
 from pagerelay.common import states
 
-pytestmark = pytest.mark.alone
-
 FAST = Rates(drop=0.01, duplicate=0.01, delay=0.02, corrupt=0.005, reorder=0.005, truncate=0.005)
 
 

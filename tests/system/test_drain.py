@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from cluster import Cluster, joined, running
 
-pytestmark = pytest.mark.alone
-
 PROMPTS = [[index + 3] * (20 + 13 * index) for index in range(3)]
 LENGTH = 600
 

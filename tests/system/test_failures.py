@@ -19,8 +19,6 @@ import pytest
 from cluster import Cluster, joined, post, running
 from safetensors.numpy import load_file, save_file
 
-pytestmark = pytest.mark.alone
-
 NUM_STREAMS = 8
 LONG = 150
 

@@ -16,8 +16,6 @@ import pytest
 from cluster import Cluster, sse
 from strict_sse import check_answer
 
-pytestmark = pytest.mark.alone
-
 MB5 = 5_000_000
 WORDS = " ".join(f"word{number % 997} and" for number in range(MB5 // 12))
 

@@ -25,8 +25,6 @@ from pagerelay.cli import local
 from pagerelay.cli.local import Child, LocalCluster
 from pagerelay.common.config import load_config
 
-pytestmark = pytest.mark.alone
-
 COMMAND = [sys.executable, "-m", "pagerelay.cli"]
 
 
