@@ -54,10 +54,17 @@ class LoggedCluster(LocalCluster):
             super().start()
         except BaseException:
             sys.stderr.write(self.log.read_text())
+            self._done_with_log()
             raise
 
     def stop(self) -> None:
-        super().stop()
+        try:
+            super().stop()
+        finally:
+            self._done_with_log()
+
+    def _done_with_log(self) -> None:
+        """Its folder goes with the cluster."""
         if self.log in self.latest:
             self.latest.remove(self.log)
 
