@@ -41,7 +41,7 @@ def colocated(tools_dir: Path) -> Iterator[Cluster]:
 
 @pytest.fixture
 async def row(split: Cluster) -> AsyncIterator[Cluster]:
-    """The same, which has to be as before when the test is over."""
+    """``split``, which has to be as before when the test is over."""
     split.fresh_log()
     yield split
     await after(split)
@@ -49,8 +49,8 @@ async def row(split: Cluster) -> AsyncIterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def roomy(tiny_dir: Path) -> Iterator[Cluster]:
-    """The same with place for ten streams of 4 x 4,000 tokens, and without patience for those who do not
-    read."""
+    """As ``split``, with place for ten streams of 4 x 4,000 tokens, and without patience for those who do
+    not read."""
     more = {"cache__num_blocks": 10_500, "router__write_timeout_s": 1.5, "router__keepalive_s": 0.3}
     with running(tiny_dir, **more) as cluster:
         yield cluster
@@ -58,6 +58,7 @@ def roomy(tiny_dir: Path) -> Iterator[Cluster]:
 
 @pytest.fixture
 async def wide_row(roomy: Cluster) -> AsyncIterator[Cluster]:
+    """``roomy``, which has to be as before when the test is over."""
     roomy.fresh_log()
     yield roomy
     await after(roomy)
