@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import msgspec
 import yaml
 
-from pagerelay.cli.process import Announcer
+from pagerelay.cli.process import Announcer, hang_up
 from pagerelay.common.config import DEFAULT_GPU_MEMORY_UTILIZATION, Config
 from pagerelay.common.errors import StartupError
 from pagerelay.common.model.fetch import resolve_model
@@ -313,7 +313,7 @@ def up(config: Config, announce: Announcer | None = None) -> int:
     def interrupt(number: int, frame: object) -> None:
         cluster.interrupted = True
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, *hang_up()):
         signal.signal(number, interrupt)
     try:
         with cluster:

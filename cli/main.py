@@ -7,10 +7,9 @@ import argparse
 import asyncio
 import os
 import sys
-from functools import partial
 from typing import Any
 
-from pagerelay.cli.process import Announcer, die_with_parent, orphaned
+from pagerelay.cli.process import Announcer, Signals
 from pagerelay.cli.terminal import TERMINAL_COMMANDS, add_commands, run_command
 from pagerelay.common.config import Config, load_config
 from pagerelay.common.errors import ConfigError, StartupError
@@ -181,25 +180,24 @@ def _run(arguments: argparse.Namespace, config: Config) -> int:
 
         print(resolve_model(arguments.name or config.model.path, progress=_progress))
         return 0
-    if arguments.parent_pid is not None:
-        die_with_parent(arguments.parent_pid)
+    signals = Signals(arguments.parent_pid)
     if arguments.command == "up":
         from pagerelay.cli.local import up
 
         return up(config, Announcer(arguments.announce_fd) if arguments.announce_fd is not None else None)
     from pagerelay.common.model.fetch import resolve_model
 
-    announce, gone = Announcer(arguments.announce_fd), partial(orphaned, arguments.parent_pid)
+    announce = Announcer(arguments.announce_fd)
     folder = resolve_model(
         config.model.path, progress=lambda line: announce({"event": "progress", "text": line})
     )
     if arguments.command == "router":
         from pagerelay.cli.serve import run_router
 
-        return asyncio.run(run_router(config, folder, announce, gone))
+        return asyncio.run(run_router(config, folder, announce, signals))
     from pagerelay.cli.serve import run_worker
 
-    return asyncio.run(run_worker(arguments.command, config, folder, announce, gone))
+    return asyncio.run(run_worker(arguments.command, config, folder, announce, signals))
 
 
 def _progress(line: str) -> None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from time import monotonic
+from typing import TYPE_CHECKING, Any
 
+from pagerelay.cli.process import Signals
 from pagerelay.common.config import Config, cache_dir
 from pagerelay.common.errors import StartupError
 from pagerelay.common.wire.address import join, parse
 from pagerelay.common.wire.auth import CurveKeys
+
+if TYPE_CHECKING:
+    from pagerelay.common.service.worker import Worker
 
 log = logging.getLogger("pagerelay.cli")
 Announce = Callable[[dict[str, Any]], None]
@@ -24,8 +28,8 @@ def curve_keys(config: Config) -> CurveKeys | None:
     return CurveKeys(key) if key is not None else None
 
 
-async def run_router(config: Config, folder: Path, announce: Announce, orphaned: Callable[[], bool]) -> int:
-    """Serves HTTP until SIGTERM or SIGINT; drains; a second signal ends at once."""
+async def run_router(config: Config, folder: Path, announce: Announce, signals: Signals) -> int:
+    """Serves HTTP until told to stop by a signal, and drains."""
     from aiohttp import web
 
     from pagerelay.router.app import make_app
@@ -53,16 +57,7 @@ async def run_router(config: Config, folder: Path, announce: Announce, orphaned:
         ) from error
     service.start()
     stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def signalled() -> None:
-        if stopped.is_set():
-            log.warning("second signal: ending now")
-            os._exit(130)
-        stopped.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signalled)
+    signals.serve(stopped.set)
     http_port = runner.addresses[0][1]
     announce(
         {
@@ -73,20 +68,18 @@ async def run_router(config: Config, folder: Path, announce: Announce, orphaned:
     )
     await stopped.wait()
     service.draining = True
-    if service.running and not orphaned():
+    if service.running and not signals.orphaned():
         log.info("finishing %d requests, for at most %g s", service.running, settings.drain_s)
-        deadline = loop.time() + settings.drain_s
-        while service.running and loop.time() < deadline:
-            await asyncio.sleep(0.05)
+    deadline = monotonic() + settings.drain_s
+    while service.running and monotonic() < deadline and not signals.orphaned():
+        await asyncio.sleep(0.05)
     await runner.cleanup()
     await service.stop()
     return 0
 
 
-async def run_worker(
-    role: str, config: Config, folder: Path, announce: Announce, orphaned: Callable[[], bool]
-) -> int:
-    """Loads the model and serves until SIGTERM or SIGINT."""
+async def run_worker(role: str, config: Config, folder: Path, announce: Announce, signals: Signals) -> int:
+    """Loads the model and serves until told to stop by a signal or a router."""
     keys = curve_keys(config)
     for endpoint in config.worker.routers:
         parse(endpoint, "worker.routers")
@@ -95,13 +88,17 @@ async def run_worker(
 
     threads = set_threads(config)
     parts = build_parts(config, folder, choose_ops(config, threads))
+    worker: Worker
     if role == "prefill":
         from pagerelay.prefill_svc.worker import PrefillWorker
 
-        return await PrefillWorker(config, keys, parts).run(announce, orphaned)
-    from pagerelay.decode_svc.worker import DecodeWorker
+        worker = PrefillWorker(config, keys, parts)
+    else:
+        from pagerelay.decode_svc.worker import DecodeWorker
 
-    return await DecodeWorker(config, keys, parts, colocated=role == "colocated").run(announce, orphaned)
+        worker = DecodeWorker(config, keys, parts, colocated=role == "colocated")
+    signals.serve(worker.stop)
+    return await worker.run(announce, signals.orphaned)
 
 
 def choose_ops(config: Config, threads: int) -> Any:

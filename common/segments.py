@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 FOLDER = Path("/dev/shm")  # noqa: S108 - the place of POSIX shared memory, not a temporary file
 NAME = re.compile(r"pagerelay-[0-9a-f]{32}")
+
+_own: set[Path] = set()
+os.register_at_fork(after_in_child=_own.clear)
+
+
+def keep(path: Path) -> None:
+    """``path`` goes with this process now, however it ends, unless it is killed."""
+    _own.add(path)
+
+
+@atexit.register
+def remove_own() -> None:
+    """Removes this process's segments. What is mapped stays readable where it is."""
+    for path in _own:
+        path.unlink(missing_ok=True)
 
 
 def sweep_dead_segments() -> int:
@@ -17,16 +34,9 @@ def sweep_dead_segments() -> int:
     for path in FOLDER.glob("pagerelay-*"):
         if not NAME.fullmatch(path.name):
             continue
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            continue  # another user's, or just removed
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # An error: it is another user's, was just removed, or is locked, that is, its owner lives.
+        with suppress(OSError), os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW)) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink(missing_ok=True)
             removed += 1
-        except OSError:
-            pass  # locked: its owner lives
-        finally:
-            os.close(fd)
     return removed

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import os
 import secrets
-import signal
 import socket
 import threading
 from abc import ABC, abstractmethod
@@ -150,13 +149,11 @@ class Worker(ABC):
     # ------------------------------------------------------------------ the life of the process
 
     async def run(self, announce: Callable[[dict[str, Any]], None], orphaned: Callable[[], bool]) -> int:
-        """Serves until SIGTERM or SIGINT, drains, and returns the exit code. A second signal ends at once.
+        """Serves until :meth:`stop`, drains, and returns the exit code.
 
         ``orphaned``: has the launcher gone? Then there is nobody to finish anything for.
         """
         self._loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._signalled)
         try:
             await self.start_data_link()
         except BaseException:
@@ -176,8 +173,8 @@ class Worker(ABC):
             link.start()
         announce({"event": "ready", "worker_id": self.worker_id})
         await self._stopped.wait()
-        if self.exit_code == 0 and not orphaned():
-            await self._drain()
+        if self.exit_code == 0:
+            await self._drain(orphaned)
         # The engine stops first: what its last step had to say is sent before the sockets close.
         self._stopping.set()
         self._wake.set()
@@ -204,14 +201,13 @@ class Worker(ABC):
             self.exit_code = 1
             self._stopped.set()
 
-    def _signalled(self) -> None:
-        if self._stopped.is_set():
-            log.warning("second signal: ending now")
-            os._exit(130)
-        log.info("stopping: finishing what runs, for at most %g s", self.config.worker.drain_s)
+    def stop(self) -> None:
+        """Finishes what runs, and ends. May be said again."""
+        if not self._stopped.is_set():
+            log.info("stopping: finishing what runs, for at most %g s", self.config.worker.drain_s)
         self._stopped.set()
 
-    async def _drain(self) -> None:
+    async def _drain(self, orphaned: Callable[[], bool]) -> None:
         """Routers see ``draining`` with the next heartbeat and send no more; what is here is finished."""
         self.draining = True
         for link in self._links:
@@ -219,7 +215,7 @@ class Worker(ABC):
                 await link.send(self.heartbeat())
         deadline = self.clock() + self.config.worker.drain_s
         joined = any(link.router_id is not None for link in self._links)
-        while joined and self.clock() < deadline and not self._idle():
+        while joined and self.clock() < deadline and not orphaned() and not self._idle():
             await asyncio.sleep(0.05)
 
     def _idle(self) -> bool:
@@ -348,7 +344,7 @@ class Worker(ABC):
         elif isinstance(message, Probe):
             self.engine.probe(router_id, message.request_id, message.attempt, message.next_index)
         elif isinstance(message, Drain):
-            self._stopped.set()
+            self.stop()
         else:
             self.submit(router_id, message)
             self._ledger_due = True

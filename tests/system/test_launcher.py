@@ -13,9 +13,9 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from cluster import running
@@ -163,6 +163,78 @@ def test_nothing_outlives_the_launcher(tiny_dir: Path, number: signal.Signals) -
         process.wait(40)
         assert_gone(children, 5)
     assert segments() == before, "a KV pool was left in memory"
+
+
+@contextmanager
+def by_hand(model: Path, *before: str) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+    """A worker without a launcher, and its events. ``before`` stands before its command."""
+    read_end, write_end = os.pipe()
+    command = [*before, *COMMAND, "colocated", "--model", str(model), "--router", "tcp://127.0.0.1:9"]
+    command += ["--num-blocks", "64", "--threads", "1", "--announce-fd", str(write_end)]
+    with os.fdopen(read_end, "rb") as events:
+        process = subprocess.Popen(command, pass_fds=(write_end,), stderr=subprocess.DEVNULL)
+        os.close(write_end)
+        try:
+            yield process, events
+        finally:
+            process.kill()
+            process.wait()
+
+
+def pool_of(pid: int) -> Path:
+    """The file of a worker's pool, once there is one."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):  # closed in the meantime
+                if "/pagerelay-" in os.readlink(link) and link.readlink().parent == Path("/dev/shm"):
+                    return link.readlink()
+        time.sleep(0.01)
+    raise AssertionError("the worker has no pool")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "code"),
+    [
+        ([signal.SIGTERM], 0),
+        ([signal.SIGTERM, signal.SIGINT], 130),
+        # As the kernel does when a launcher of several threads is killed.
+        ([signal.SIGHUP] * 5, 0),
+    ],
+    ids=["once", "twice", "hang-up"],
+)
+def test_no_signal_leaves_a_pool(tiny_dir: Path, numbers: list[signal.Signals], code: int) -> None:
+    with by_hand(tiny_dir) as (process, events):
+        assert any(b'"ready"' in line for line in events)
+        pool = pool_of(process.pid)
+        assert pool.exists()
+        for number in numbers:
+            process.send_signal(number)
+            if number == signal.SIGHUP:
+                time.sleep(0.01)  # one that waits to be taken swallows the next
+        assert process.wait(30) == code
+        assert not pool.exists()
+
+
+def test_a_signal_while_loading_leaves_no_pool(tiny_dir: Path) -> None:
+    with by_hand(tiny_dir) as (process, events):
+        pool = pool_of(process.pid)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 130
+        assert not pool.exists()
+        assert not any(b'"ready"' in line for line in events)
+
+
+def test_nohup_is_heard(tiny_dir: Path) -> None:
+    with by_hand(tiny_dir, "nohup") as (process, events):
+        pool_of(process.pid)  # nohup has become the worker
+        process.send_signal(signal.SIGHUP)
+        assert any(b'"ready"' in line for line in events)
+        process.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
 
 
 async def test_with_keys_only_who_shows_one_is_served(tiny_dir: Path) -> None:
