@@ -194,16 +194,17 @@ def pool_of(pid: int) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "code"),
+    ("numbers", "codes"),
     [
-        ([signal.SIGTERM], 0),
-        ([signal.SIGTERM, signal.SIGINT], 130),
-        # As the kernel does when a launcher of several threads is killed.
-        ([signal.SIGHUP] * 5, 0),
+        ([signal.SIGTERM], [0]),
+        ([signal.SIGTERM, signal.SIGINT], [130]),
+        # As the kernel does when a launcher of several threads is killed. The last ones may find the event loop
+        # gone and its handlers with it: everything is tidied up by then.
+        ([signal.SIGHUP] * 5, [0, -signal.SIGHUP]),
     ],
     ids=["once", "twice", "hang-up"],
 )
-def test_no_signal_leaves_a_pool(tiny_dir: Path, numbers: list[signal.Signals], code: int) -> None:
+def test_no_signal_leaves_a_pool(tiny_dir: Path, numbers: list[signal.Signals], codes: list[int]) -> None:
     with by_hand(tiny_dir) as (process, events):
         assert any(b'"ready"' in line for line in events)
         pool = pool_of(process.pid)
@@ -212,7 +213,7 @@ def test_no_signal_leaves_a_pool(tiny_dir: Path, numbers: list[signal.Signals], 
             process.send_signal(number)
             if number == signal.SIGHUP:
                 time.sleep(0.01)  # one that waits to be taken swallows the next
-        assert process.wait(30) == code
+        assert process.wait(30) in codes
         assert not pool.exists()
 
 
