@@ -198,8 +198,8 @@ def pool_of(pid: int) -> Path:
     [
         ([signal.SIGTERM], [0]),
         ([signal.SIGTERM, signal.SIGINT], [130]),
-        # As the kernel does when a launcher of several threads is killed. The last ones may find the event loop
-        # gone and its handlers with it: everything is tidied up by then.
+        # As the kernel does when a launcher of several threads is killed. The last ones may find the event
+        # loop gone and its handlers with it: everything is tidied up by then.
         ([signal.SIGHUP] * 5, [0, -signal.SIGHUP]),
     ],
     ids=["once", "twice", "hang-up"],
