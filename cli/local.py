@@ -18,7 +18,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -69,9 +69,6 @@ class ChildEnded(Exception):
 
 class LocalCluster:
     """Starts, watches and stops the processes. Use as a context manager; leaving it stops everything."""
-
-    program: ClassVar[tuple[str, ...]] = ("-m", "pagerelay.cli")
-    """What the interpreter runs for each service; tests put theirs in front of it."""
 
     def __init__(self, config: Config, *, restart: bool = True, quiet: bool = False) -> None:
         self._config = config
@@ -135,7 +132,7 @@ class LocalCluster:
             k: v for k, v in os.environ.items() if not k.startswith("PAGERELAY_") or k == "PAGERELAY_CACHE"
         }
         environment |= {"PYTHONSAFEPATH": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        command = [sys.executable, *self.program, *arguments]
+        command = [sys.executable, "-m", "pagerelay.cli", *arguments]
         command += ["--announce-fd", str(write_end), "--parent-pid", str(os.getpid())]
         try:
             process = subprocess.Popen(  # noqa: S603 - our own interpreter, our own module

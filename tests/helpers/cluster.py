@@ -7,7 +7,6 @@ import io
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,6 +18,7 @@ from typing import Any, ClassVar
 import aiohttp
 import strict_sse
 from strict_sse import StrictStream, check_answer
+from zygote import zygote
 
 from pagerelay.cli.local import Child, LocalCluster
 from pagerelay.common.config import Config, load_config
@@ -27,13 +27,16 @@ FREE_PORTS = {"router.port": "0", "router.workers_endpoint": "tcp://127.0.0.1:0"
 
 
 @contextmanager
-def running(model: Path, *, restart: bool = False, **settings: object) -> Iterator[Cluster]:
-    """A cluster with ``settings`` (``cluster__decode=2``), stopped and checked for lost processes
-    afterwards."""
+def running(
+    model: Path, *, restart: bool = False, forked: bool = True, **settings: object
+) -> Iterator[Cluster]:
+    """A cluster with ``settings`` (``cluster__decode=2``), stopped and checked for lost processes afterwards.
+    ``forked``: its workers come from the zygote, not by the command that users start them with."""
     flags = FREE_PORTS | {"model.path": str(model), "cache.num_blocks": "512", "engine.threads": "1"}
     flags |= {name.replace("__", "."): str(value) for name, value in settings.items()}
     with tempfile.TemporaryDirectory(prefix="pagerelay-test-") as folder:
-        launcher = LoggedCluster(load_config(None, flags, {}), Path(folder) / "log", restart=restart)
+        config = load_config(None, flags, {})
+        launcher = LoggedCluster(config, Path(folder) / "log", restart=restart, forked=forked)
         with launcher:
             yield Cluster(launcher)
     assert all(child.process.poll() is not None for child in launcher.children)
@@ -44,9 +47,10 @@ class LoggedCluster(LocalCluster):
 
     latest: ClassVar[list[Path]] = []
 
-    def __init__(self, config: Config, log: Path, *, restart: bool) -> None:
+    def __init__(self, config: Config, log: Path, *, restart: bool, forked: bool) -> None:
         super().__init__(config, restart=restart, quiet=True)
         self.log = log
+        self._forked = forked
 
     def start(self) -> None:
         self.latest.append(self.log)
@@ -68,12 +72,14 @@ class LoggedCluster(LocalCluster):
         if self.log in self.latest:
             self.latest.remove(self.log)
 
-    def _popen(self, arguments: list[str]) -> tuple[subprocess.Popen[bytes], int]:
+    def _popen(self, arguments: list[str]) -> Any:
         # They inherit the descriptor: for this moment it is the file's.
         ours = os.dup(2)
         with open(self.log, "ab") as file:
             os.dup2(file.fileno(), 2)
             try:
+                if self._forked and arguments[0] != "router":
+                    return zygote().fork(arguments)
                 return super()._popen(arguments)
             finally:
                 os.dup2(ours, 2)

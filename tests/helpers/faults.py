@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import signal
 import time
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
+from zygote import zygote
 
 from pagerelay.cli.local import Child, LocalCluster
 from pagerelay.common.config import Config
@@ -128,44 +127,8 @@ class Plan(Struct, frozen=True, kw_only=True):
         return workers[int(self.number("kill", turn) * len(workers))]
 
 
-class Forked:
-    """A child made by fork, with what the launcher wants of a ``Popen``."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self, timeout: float = 60.0) -> int:
-        deadline = time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"process {self.pid} has not ended within {timeout:g} s")
-            time.sleep(0.01)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
 class FaultyCluster(LocalCluster):
-    """A cluster whose workers carry out a plan, read from ``plan.json`` in its folder at each start.
-
-    A worker is forked from this process, which has imported all that it needs: a test that kills hundreds of
-    workers would spend its time importing torch otherwise.
-    """
-
-    program = (str(Path(__file__).with_name("faulty.py")),)
+    """A cluster whose workers carry out a plan, read from ``plan.json`` in its folder at each start."""
 
     def __init__(self, config: Config, plan: Plan, **options: Any) -> None:
         super().__init__(config, **options)
@@ -192,21 +155,7 @@ class FaultyCluster(LocalCluster):
         return super()._spawn(name, role, extra)
 
     def _popen(self, arguments: list[str]) -> Any:
-        if arguments[0] == "router":
-            return super()._popen(arguments)
-        import faulty
-
-        faulty.import_all()
-        read_end, write_end = os.pipe()
-        parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            faulty.child(
-                [*arguments, "--announce-fd", str(write_end), "--parent-pid", str(parent)], write_end
-            )
-        os.close(write_end)
-        os.set_blocking(read_end, False)
-        return Forked(pid), read_end
+        return super()._popen(arguments) if arguments[0] == "router" else zygote().fork(arguments)
 
 
 def read_plan(path: str) -> Plan:

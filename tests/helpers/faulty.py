@@ -1,4 +1,4 @@
-"""``pagerelay`` with a plan of faults in front: what FaultyCluster starts in place of the command.
+"""``pagerelay`` with a plan of faults in front: what ``zygote.py`` runs in place of the command.
 
 It takes its own two flags off the command line, mistreats the sockets that this process dials with, watches
 the requests for the plan's points, and then is the ordinary command.
@@ -7,18 +7,13 @@ the requests for the plan's points, and then is the ordinary command.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import os
-import random
-import signal
 import sys
-import threading
 import time
-import traceback
 from collections import deque
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -358,43 +353,3 @@ def run_command(arguments: list[str]) -> int:
     if mine:
         install(read_plan(mine["--fault-plan"]), mine["--fault-name"])
     return main(arguments)
-
-
-def import_all() -> None:
-    """What a worker imports, and nothing that starts a thread."""
-    for module in (
-        "pagerelay.decode_svc.worker",
-        "pagerelay.kernels.cpu_ops",
-        "pagerelay.prefill_svc.worker",
-        "transformers.models.llama.modeling_llama",
-    ):
-        importlib.import_module(module)
-
-
-def child(arguments: list[str], keep: int) -> NoReturn:
-    """The rest of a forked process's life: nothing of the parent's loop, signals and files is left in it."""
-    code = 70
-    try:
-        asyncio.events._set_running_loop(None)
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_DFL)
-        os.setsid()
-        os.closerange(3, keep)
-        os.closerange(keep + 1, 4096)
-        for name in [n for n in os.environ if n.startswith("PAGERELAY_") and n != "PAGERELAY_CACHE"]:
-            del os.environ[name]
-        random.seed()
-        code = run_command(arguments)
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-if __name__ == "__main__":
-    assert threading.current_thread() is threading.main_thread()
-    sys.exit(run_command(sys.argv[1:]))

@@ -15,8 +15,9 @@ from rows import after
 
 @pytest.fixture(scope="session")
 def split(tiny_dir: Path) -> Iterator[Cluster]:
-    """1 prefill and 1 decode worker over shared memory, tiny model; tests leave it idle."""
-    with running(tiny_dir) as cluster:
+    """1 prefill and 1 decode worker over shared memory, tiny model, started as users do; tests leave it
+    idle."""
+    with running(tiny_dir, forked=False) as cluster:
         yield cluster
 
 
