@@ -79,6 +79,8 @@ def _tap_aiohttp(patch: pytest.MonkeyPatch) -> None:
         if one is not None:  # nobody has read yet; what came with the head lies there
             one.data += b"".join(response.content._buffer)
             one.ended = response.content.is_eof()
+            if isinstance(sent := options.get("data"), bytes):
+                one.request = json.loads(sent)
         return response
 
     @functools.wraps(feed)

@@ -77,14 +77,19 @@ class Zygote:
                 start_new_session=True,
             )
 
-    def fork(self, arguments: list[str]) -> tuple[Forked, int]:
-        """A process that runs the command with these arguments, and what it announces (see
-        ``LocalCluster._popen``). Its standard error is ours."""
+    def fork(self, arguments: list[str], *, launched: bool = True) -> tuple[Forked, int]:
+        """A process that runs the command with these arguments, and where it announces its events. Its
+        standard error is ours. ``launched``: it ends when we do, as a launcher's child."""
         events, announce = os.pipe()
         environment = {
             k: v for k, v in os.environ.items() if not k.startswith("PAGERELAY_") or k == "PAGERELAY_CACHE"
         }
-        wanted = {"arguments": arguments, "environment": environment, "parent": os.getpid()}
+        wanted = {
+            "arguments": arguments,
+            "environment": environment,
+            "parent": os.getpid(),
+            "launched": launched,
+        }
         try:
             socket.send_fds(self._socket, [json.dumps(wanted).encode()], [announce, 2])
         finally:
@@ -145,7 +150,9 @@ def _become(
         os.close(stderr)
         os.environ.clear()
         os.environ.update(wanted["environment"])
-        flags = ["--announce-fd", str(announce), "--parent-pid", str(wanted["parent"])]
+        flags = ["--announce-fd", str(announce)]
+        if wanted["launched"]:
+            flags += ["--parent-pid", str(wanted["parent"])]
         code = run_command([*wanted["arguments"], *flags])
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 1

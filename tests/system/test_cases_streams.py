@@ -4,10 +4,12 @@ test_cases."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 import socket
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +162,29 @@ async def test_c24_the_official_client_reads_it(row: Cluster) -> None:
 # ---------------------------------------------------------------- clients that do not read
 
 
-async def stalled(cluster: Cluster, index: int, **more: Any) -> socket.socket:
+@dataclass
+class Stalled:
+    client: socket.socket
+    body: dict[str, Any]
+    seen: bytes = b""
+
+    def close(self) -> None:
+        """What came until then was as it has to be."""
+        with contextlib.suppress(OSError):  # nothing more, or the router's end of it
+            while data := self.client.recv(65536):
+                self.seen += data
+        self.client.close()
+        head, _, rest = self.seen.partition(b"\r\n\r\n")
+        assert b"transfer-encoding: chunked" in head.lower()
+        checked, num_events = StrictStream(PATHS[0], self.body), 0
+        while b"\r\n" in rest:
+            size, _, rest = rest.partition(b"\r\n")
+            num_events += len(checked.feed(rest[: int(size, 16)]))
+            rest = rest[int(size, 16) + 2 :]
+        assert num_events > 0
+
+
+async def stalled(cluster: Cluster, index: int, **more: Any) -> Stalled:
     """Four streams in one, whose client takes the first piece and no more, through the smallest buffer there
     is."""
     body = {"prompt": [index + 9] * 20, "max_tokens": 4000, "n": 4, "stream": True, "ignore_eos": True}
@@ -172,13 +196,13 @@ async def stalled(cluster: Cluster, index: int, **more: Any) -> socket.socket:
     client.setblocking(False)
     loop = asyncio.get_running_loop()
     await loop.sock_connect(client, (host, int(port)))
-    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {PATHS[0]} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
     await loop.sock_sendall(client, head.encode() + data)
-    seen = b""
-    while b"data: {" not in seen:
-        seen += await loop.sock_recv(client, 100)
-    assert seen.startswith(b"HTTP/1.1 200 ")
-    return client
+    made = Stalled(client, body)
+    while b"data: {" not in made.seen:
+        made.seen += await loop.sock_recv(client, 100)
+    assert made.seen.startswith(b"HTTP/1.1 200 ")
+    return made
 
 
 def resident_mb(pid: int) -> float:
