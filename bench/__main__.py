@@ -18,6 +18,7 @@ from pagerelay.bench.client import is_loopback
 from pagerelay.bench.compare import CompareOptions, Spec, compare
 from pagerelay.bench.footprint import FootprintOptions, measure_footprint
 from pagerelay.bench.gpu_check import SECTIONS, GpuCheckOptions, gpu_check
+from pagerelay.bench.grammar import GrammarOptions, measure_grammar
 from pagerelay.bench.handover import HandoverOptions, measure_handover
 from pagerelay.bench.kernels import KernelOptions, check_kernels
 from pagerelay.bench.load import LoadOptions, load
@@ -228,6 +229,16 @@ def _parser() -> argparse.ArgumentParser:
     sharing.add_argument("--seed", type=int, default=1, help="of the prompts")
     sharing.add_argument("--results", default="bench/results", metavar="DIR", help="folder of the report")
 
+    grammar = commands.add_parser("grammar", help="time between tokens with and without a grammar")
+    grammar.add_argument("--model-path", required=True, help="model folder")
+    grammar.add_argument(
+        "--rounds", type=_whole(1, MAX_REQUESTS), default=8, help="of each way, by 1 and by all clients (8)"
+    )
+    grammar.add_argument("--clients", type=_whole(1, 64), default=8, help="questions at a time (8)")
+    grammar.add_argument("--max-tokens", type=_whole(4, 4096), default=96, help="of an answer (96)")
+    grammar.add_argument("--seed", type=int, default=1, help="of the prompts")
+    grammar.add_argument("--results", default="bench/results", metavar="DIR", help="folder of the report")
+
     handover = commands.add_parser("handover", help="what a hand-over adds to the second token, by phase")
     handover.add_argument("--model-path", required=True, help="model folder")
     handover.add_argument(
@@ -311,6 +322,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "sharing":
             options = {name: getattr(args, name) for name in SharingOptions.__struct_fields__}
             return asyncio.run(_ended_by_sigterm(measure_sharing(SharingOptions(**options))))
+        if args.command == "grammar":
+            options = {name: getattr(args, name) for name in GrammarOptions.__struct_fields__}
+            return asyncio.run(_ended_by_sigterm(measure_grammar(GrammarOptions(**options))))
         if args.command == "handover":
             options = {name: getattr(args, name) for name in HandoverOptions.__struct_fields__}
             return asyncio.run(_ended_by_sigterm(measure_handover(HandoverOptions(**options))))
