@@ -8,6 +8,7 @@ most tests share.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import gc
@@ -159,6 +160,7 @@ def _become(
     except BaseException:
         traceback.print_exc()
     finally:
+        atexit._run_exitfuncs()
         sys.stderr.flush()
         os._exit(code)
 

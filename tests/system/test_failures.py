@@ -170,7 +170,11 @@ async def test_preemption_under_a_small_pool(tiny_dir: Path) -> None:
         expected = [await ample.ids(prompt, 120) for prompt in prompts]
     with running(tiny_dir, cache__num_blocks=24) as cluster:
         assert await asyncio.gather(*(cluster.ids(prompt, 120) for prompt in prompts)) == expected
-        assert await cluster.metric("pagerelay_preemptions_total") > 0
+
+        async def stepped_back() -> bool:
+            return await cluster.metric("pagerelay_preemptions_total") > 0
+
+        await cluster.until("some stepped back", stepped_back)  # as the next heartbeat says
         await cluster.idle()
         context = (await cluster.get("/cluster"))["context_len"]
         assert context == 24 * 16
