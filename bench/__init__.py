@@ -9,6 +9,7 @@ command          what it does
 ``footprint``    a worker's peak memory and time to readiness, beside their bounds
 ``roofline``     a step of the model on this CPU beside what the machine can do, and beside transformers
 ``handover``     what the hand-over adds to the second token of an answer, phase by phase
+``grammar``      what holding answers to a grammar costs between two tokens, in turn with free answers
 ``speculation``  what guessing tokens gains where answers copy and costs where they do not, side by side
 ``sharing``      KV held for several answers to one prompt, and for beams, beside as many requests alone
 ``gpu-check``    all that only a GPU can prove, in one call of ten minutes; ``--dry-run`` on the CPU

@@ -128,6 +128,8 @@ class EngineCore(ABC):
         with self.lock:
             batch = self._launcher.build(flight, behind)
         self.num_copied_blocks += self._launcher.copy_shared(flight)
+        if any(wish.seq.sampling.grammar is not None for wish in flight.wishes):
+            flight.masks = self._launcher.reader.submit(constrain, flight.wishes, self._grammars)
         self._launcher.launch(flight, batch)
         return True
 
@@ -138,7 +140,8 @@ class EngineCore(ABC):
 
     def _finish(self, flight: Flight) -> None:
         """Waits for the tokens of the oldest step and applies it."""
-        constrain(flight.wishes, self._grammars)  # while a GPU computes
+        if flight.masks is not None:
+            flight.masks.result()
         self._launcher.land(flight)
         self._computed([(wish.seq, wish.count) for wish in flight.wishes])
         with self.lock:

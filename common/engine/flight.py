@@ -8,6 +8,7 @@ else a step is applied before the next is begun, and its tokens are chosen then.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,6 +33,8 @@ class Flight:
     """Where its tokens are chosen when it is applied; valid as long as no other step has been begun."""
     chosen: Chosen | None = None
     """Where they are chosen on the device, behind the model."""
+    masks: Future[None] | None = None
+    """What grammars allow: looked up while the model computes, since that depends on the past alone."""
 
     @property
     def plain(self) -> bool:
@@ -59,6 +62,8 @@ class Launcher:
         self._sample = sampler_for(runner.ops)
         self.ahead = step_ahead and isinstance(self._sample, DeviceSampler)
         """May a step be begun while another runs?"""
+        self.reader = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        """For what need not wait for a model that computes, and lets go of the interpreter."""
 
     def build(self, flight: Flight, behind: Flight | None) -> Batch:
         batch = build_batch(list(flight.rows(behind)), self._block_size, self._runner.ops.min_rows)

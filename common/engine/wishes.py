@@ -98,8 +98,7 @@ def constrain(wishes: Seq[Wish], grammars: Grammars) -> None:
             wish.failure = "grammar_failed", str(error)
             continue
         for place, mask in enumerate(masks):
-            words = np.frombuffer(mask, dtype=np.int32).copy()
-            wish.requests[place] = replace(wish.requests[place], mask=words)
+            wish.requests[place] = replace(wish.requests[place], mask=np.frombuffer(mask, np.int32).copy())
 
 
 def answer(logits: torch.Tensor, wishes: Seq[Wish], sample: Sampler) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 
 from pagerelay.common.aside import run_aside
 from pagerelay.common.errors import StartupError, TransferError
-from pagerelay.common.segments import FOLDER, NAME, keep, sweep_dead_segments
+from pagerelay.common.segments import FOLDER, NAME, own_segments, sweep_dead_segments
 from pagerelay.common.transport.base import (
     Bytes,
     DeviceBlocks,
@@ -62,7 +62,7 @@ class ShmBackend(DirectBackend):
                 f"no shared memory: cannot create a file in {FOLDER}: {error.strerror}"
             ) from error
         try:
-            keep(path)
+            own_segments.add(path)
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             if os.fstat(self._fd).st_nlink == 0:
                 # Another worker's sweep came between creating and locking: it took the file for a dead one's.
