@@ -108,8 +108,8 @@ def edit(logits: torch.Tensor, requests: Sequence[SampleRequest], send: Send) ->
         row_ids, tokens, values = send(lowered.arrays())
         logits.index_put_((row_ids, tokens), -values.to(logits.dtype), accumulate=True)
     for at, mask in masks:
-        (octets,) = send([mask.view(np.uint8)])
-        logits[at] += _barred(logits.device).index_select(0, octets.int()).flatten()[: logits.shape[1]]
+        octets = send([mask])[0].view(torch.uint8).int()
+        logits[at] += _barred(logits.device).index_select(0, octets).flatten()[: logits.shape[1]]
     if excluded.rows:
         counts, masked = Counter(excluded.rows), {at for at, _ in masks}
         emptied = [at for at, count in counts.items() if at in masked or count >= logits.shape[1]]
