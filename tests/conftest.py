@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,10 @@ for name in [n for n in os.environ if f"{n}_".startswith(_SETTINGS) and n != "PA
 # which torch does by itself sooner or later, and again when a kernel runs.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Processes inherit that a signal is ignored, as nohup and shells that start tests in the background have it.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, usual)
 # Nothing in a test asks the model hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
