@@ -59,7 +59,7 @@ class FakeRouter:
             if isinstance(answer, bytes):
                 return await self._stream(request, answer)
             return answer if isinstance(answer, web.Response) else web.json_response(answer)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, ConnectionError):  # while it waits, or while it writes
             self.left += 1
             raise
         finally:
