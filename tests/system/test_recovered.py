@@ -79,17 +79,13 @@ class Asked:
         return self.body if "num_beams" in self.body else self.body | STREAMED
 
 
-@pytest.fixture(scope="module")
-def asked(colocated: Cluster) -> dict[str, Asked]:
-    async def ask_all() -> dict[str, Asked]:
-        made = {name: request(PROMPT, TEXT, fields | {"seed": SEEDS[name]}) for name, fields in CASES.items()}
-        text = (await ask(colocated, *made["stop"]))["choices"][0]["text"]
-        # The first is there but for its last character, the second to its end: all is held back for long.
-        made["stop"][1]["stop"] = [text[20:700] + "\0", text[30:800]]
-        alone = await asyncio.gather(*(ask(colocated, *one) for one in made.values()))
-        return {name: Asked(*made[name], answer) for name, answer in zip(made, alone, strict=True)}
-
-    found = asyncio.run(ask_all())
+async def asked_alone(colocated: Cluster, seeds: dict[str, int]) -> dict[str, Asked]:
+    made = {name: request(PROMPT, TEXT, fields | {"seed": seeds[name]}) for name, fields in CASES.items()}
+    text = (await ask(colocated, *made["stop"]))["choices"][0]["text"]
+    # The first is there but for its last character, the second to its end: all is held back for long.
+    made["stop"][1]["stop"] = [text[20:700] + "\0", text[30:800]]
+    alone = await asyncio.gather(*(ask(colocated, *one) for one in made.values()))
+    found = {name: Asked(*made[name], answer) for name, answer in zip(made, alone, strict=True)}
     assert found["stop"].alone["choices"][0]["finish_reason"] == "stop"
     assert len(found["tools"].alone["choices"][0]["message"]["tool_calls"]) == 4
     return found
@@ -112,16 +108,20 @@ async def test_guesses_change_nothing_beside_any_feature(doomed: Cluster, coloca
     await doomed.until("some guesses were right", guessed)
 
 
-async def test_preempted_in_mid_stream(doomed: Cluster, asked: dict[str, Asked]) -> None:
+async def test_preempted_in_mid_stream(doomed: Cluster, colocated: Cluster) -> None:
     """One after the other: who is preempted is the youngest."""
+    asked = await asked_alone(colocated, SEEDS)
     for times, (name, one) in enumerate(asked.items(), 1):
         assert await ask(doomed, one.route, one.streamed) == one.alone, name
         assert await doomed.metric("pagerelay_recoveries_total", cause="preempted") >= times, name
     await doomed.idle()
 
 
-async def test_killed_in_mid_stream(doomed: Cluster, asked: dict[str, Asked]) -> None:
+async def test_killed_in_mid_stream(doomed: Cluster, colocated: Cluster) -> None:
     """Runs last here: the cluster is one worker short afterwards."""
+    # The plan knows nothing of these seeds: nobody is preempted.
+    unmarked = {name: seed + 100 for name, seed in SEEDS.items()}
+    asked = await asked_alone(colocated, unmarked)
     filler = {"prompt": PROMPT, "max_tokens": 3000, "n": MANY, "stream": True, "ignore_eos": True}
     fills = asyncio.Event()
     filling = asyncio.create_task(ask(doomed, GENERATE, filler, lambda _: fills.set()))
@@ -148,7 +148,7 @@ async def test_killed_in_mid_stream(doomed: Cluster, asked: dict[str, Asked]) ->
 
     async def killed() -> bool:
         for worker in await doomed.workers("decode"):
-            if worker["requests"] == lost:  # else one was preempted, and is on its way back
+            if worker["requests"] == lost:
                 doomed.signal(worker["id"], signal.SIGKILL)
                 return True
         return False
