@@ -125,7 +125,13 @@ async def test_killed_in_mid_stream(doomed: Cluster, colocated: Cluster) -> None
     filler = {"prompt": PROMPT, "max_tokens": 3000, "n": MANY, "stream": True, "ignore_eos": True}
     fills = asyncio.Event()
     filling = asyncio.create_task(ask(doomed, GENERATE, filler, lambda _: fills.set()))
-    await fills.wait()  # its worker has more to do than the other will have: that one gets all cases
+    await fills.wait()
+
+    async def filled() -> bool:
+        return any(worker["requests"] == MANY for worker in await doomed.workers("decode"))
+
+    # It has more to do than the other will have: that one gets all cases.
+    await doomed.until("all choices of the filler are on one worker", filled)
     heard = dict.fromkeys(asked, 0)
 
     def hear(name: str, event: Any) -> None:
@@ -153,7 +159,7 @@ async def test_killed_in_mid_stream(doomed: Cluster, colocated: Cluster) -> None
                 return True
         return False
 
-    await doomed.until("all are on one worker", killed)
+    await doomed.until(f"all are on one worker: {heard}", killed)
     filling.cancel()
     for name, task in tasks.items():
         assert await task == asked[name].alone, name
