@@ -53,10 +53,9 @@ class Signals:
         self._asked = False
         if parent_pid is not None:
             # The kernel sends one for each thread of the launcher that ends after the one that started us, so
-            # SIGTERM, of which the second means haste, would not do.
-            signal.signal(
-                signal.SIGHUP, signal.SIG_DFL
-            )  # a launcher under nohup ignores it, and we inherit that
+            # SIGTERM, of which the second means haste, would not do. A launcher under nohup ignores SIGHUP,
+            # and we inherit that.
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
             if self.orphaned():  # it ended before we asked
                 raise SystemExit(130)

@@ -216,8 +216,9 @@ def test_no_signal_leaves_a_pool(tiny_dir: Path, numbers: list[signal.Signals], 
         assert not pool.exists()
 
 
-def test_a_signal_while_loading_leaves_no_pool(tiny_dir: Path) -> None:
-    with by_hand(tiny_dir) as (process, events):
+def test_a_signal_while_loading_leaves_no_pool(smollm_dir: Path) -> None:
+    """A model that takes its time: the tiny one may be there before the signal is."""
+    with by_hand(smollm_dir) as (process, events):
         pool = pool_of(process.pid)
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 130
